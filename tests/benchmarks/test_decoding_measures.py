@@ -44,6 +44,7 @@ def test_weights_come_after_every_so_many_tokens_and_go_to_and_fro() -> None:
 
 
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.slow
 def test_drift_is_that_of_tokens_behind_a_swap() -> None:
     policy = Policy(hf.read_config(EMBEDDED))
     request, tokens = (

@@ -127,6 +127,7 @@ def test_restore_field_reads_one_field(store, restored_on):
         store.restore_field(7, "params", {**abstract, "head": np.zeros(2)})
 
 
+@pytest.mark.slow
 def test_arrays_can_be_donated_after_save_returns(store):
     # 8 leaves of 8 MiB take far longer to write than a step takes to overwrite them.
     mesh = mesh_of(8)
@@ -326,6 +327,7 @@ def run_child(code: str, folder: Path, *before: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.03])
+@pytest.mark.slow
 def test_kill_during_save_leaves_the_previous_checkpoint(tmp_path, delay_s):
     # Writing and checksumming 256 MiB takes longer than either delay.
     child = run_child(
@@ -355,6 +357,7 @@ def test_kill_during_save_leaves_the_previous_checkpoint(tmp_path, delay_s):
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
 
 
+@pytest.mark.slow
 def test_failed_write_is_reported_and_training_continues(tmp_path):
     child = run_child(
         """
@@ -399,6 +402,7 @@ CAN_MOUNT = (
 
 
 @pytest.mark.skipif(not CAN_MOUNT, reason="needs a mount namespace for a disk of 10 MiB")
+@pytest.mark.slow
 def test_full_disk_is_reported_and_training_continues(tmp_path):
     (tmp_path / "disk").mkdir()
     script = f'mount -t tmpfs -o size=10m,nr_inodes=200 tmpfs {tmp_path}/disk && exec "$0" "$@"'

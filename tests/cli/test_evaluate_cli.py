@@ -76,6 +76,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_files_of_an_evaluation_agree_with_each_other(embedded: Path) -> None:
     results = json.loads((embedded / "results.json").read_text())
     rows = [json.loads(line) for line in (embedded / "samples.jsonl").read_text().splitlines()]
@@ -92,6 +93,7 @@ def test_the_files_of_an_evaluation_agree_with_each_other(embedded: Path) -> Non
     assert not any(name in json.dumps(results) for name in ("seconds", "time_s", str(embedded)))
 
 
+@pytest.mark.slow
 def test_twice_is_the_same_and_so_is_what_goes_on_after_a_kill(
     embedded: Path, tmp_path: Path
 ) -> None:
@@ -107,6 +109,7 @@ def test_twice_is_the_same_and_so_is_what_goes_on_after_a_kill(
         assert (tmp_path / "again" / name).read_bytes() == (embedded / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_problem_that_does_not_fit_counts_as_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +189,7 @@ def drifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_run_and_export(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
 def test_a_run_and_its_export_score_the_same(drifted: Path, embedded: Path, tmp_path: Path) -> None:
     run = evaluate(tmp_path / "run", f"checkpoint={drifted}")
     export = evaluate(tmp_path / "export", f"checkpoint={drifted / 'policy'}")
@@ -198,6 +202,7 @@ def test_a_run_and_its_export_score_the_same(drifted: Path, embedded: Path, tmp_
     assert older["pass_at"]["1"]["value"] == 0.0
 
 
+@pytest.mark.slow
 def test_an_adapters_run_scores_as_what_it_is_merged_to(tmp_path: Path) -> None:
     policy, found = adapter()
     save_run(tmp_path / "run", found, "policy.lora.rank=2")
@@ -218,6 +223,7 @@ def test_an_adapters_run_scores_as_what_it_is_merged_to(tmp_path: Path) -> None:
     assert figures(run) == figures(merged)
 
 
+@pytest.mark.slow
 def test_without_an_experiment_a_run_brings_its_own_settings(
     drifted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -228,6 +234,7 @@ def test_without_an_experiment_a_run_brings_its_own_settings(
     assert json.loads((folder / "results.json").read_text())["settings"]["seed"] == 7
 
 
+@pytest.mark.slow
 def test_a_benchmarks_file_is_asked_whole(tmp_path: Path) -> None:
     rows = [
         {"question": f"Ann has {n} eggs and buys 2. How many?", "answer": f"{n} + 2\n#### {n + 2}"}
@@ -286,6 +293,7 @@ def serving() -> Iterator[str]:
         thread.join(60)
 
 
+@pytest.mark.slow
 def test_server_answers_as_tokens_or_text_and_requires_its_key(
     embedded: Path,
     tmp_path: Path,
@@ -402,6 +410,7 @@ def test_bad_input_is_one_message_and_exit_code_2(
     )
 
 
+@pytest.mark.slow
 def test_raw_rewards_are_evaluated_by_their_mean(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_a_signal_ends_it_while_it_loads(
     number: signal.Signals, tmp_path: Path, of_a_command: dict[str, str]
 ):
@@ -87,6 +88,7 @@ def test_a_signal_ends_it_while_it_loads(
         process.wait(60)
 
 
+@pytest.mark.slow
 def test_it_answers_until_it_is_told_to_end(of_a_command: dict[str, str]):
     given = [
         "port=0",

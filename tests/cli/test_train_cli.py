@@ -84,6 +84,7 @@ def test_help_of_an_experiment_shows_its_values(capsys: pytest.CaptureFixture[st
     assert "trainer.advantages=BatchNormalized\n" in shown
 
 
+@pytest.mark.slow
 def test_dry_run_prints_settings_and_plan_and_writes_nothing(tmp_path: Path) -> None:
     done = train(
         "--exp=aime",
@@ -147,6 +148,7 @@ def test_dry_run_prints_settings_and_plan_and_writes_nothing(tmp_path: Path) -> 
         ),
     ],
 )
+@pytest.mark.slow
 def test_bad_input_is_one_message_and_exit_code_2(
     arguments: list[str],
     said: str,
@@ -203,6 +205,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(
     assert f"--resume={tmp_path}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resume_takes_the_newest_run_of_the_experiment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -222,6 +225,7 @@ def test_resume_takes_the_newest_run_of_the_experiment(
     assert "seed=44\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_start_that_failed_is_no_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -239,6 +243,7 @@ def test_a_start_that_failed_is_no_run(
     assert main(["--exp=aime", f"--run-folder={failed}", "--dry-run"]) == 2
 
 
+@pytest.mark.slow
 def test_a_refused_resume_leaves_the_runs_settings_alone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -277,6 +282,7 @@ def test_a_version_that_was_evaluated_twice_has_its_last_score(tmp_path: Path) -
     assert list(result_lines(tmp_path, answers=False)) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_message_and_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -294,6 +300,7 @@ def test_a_full_disk_is_one_message_and_exit_code_1(
     )
 
 
+@pytest.mark.slow
 def test_a_lost_claim_is_one_message_and_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -329,6 +336,7 @@ def test_results_name_score_and_next_commands(tmp_path: Path) -> None:
     ["none", "half", "noise", "size", "index"],
     ids=["none", "half a file", "noise", "another size", "a file too few"],
 )
+@pytest.mark.slow
 def test_broken_weights_are_one_message_and_exit_code_2(
     broken: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -359,6 +367,7 @@ def test_broken_weights_are_one_message_and_exit_code_2(
 
 
 @pytest.mark.parametrize("folder", ["/etc/passwd", "/proc/x"])
+@pytest.mark.slow
 def test_a_run_folder_that_cannot_be_is_refused_by_its_option(
     folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -380,6 +389,7 @@ def test_an_experiments_docstring_says_how_to_run_it(
         assert main([*arguments, "--help"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_readmes_commands_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     readme = (ROOT / "README.md").read_text()
     found = commands(readme)

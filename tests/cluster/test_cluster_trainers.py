@@ -53,6 +53,7 @@ def asked(connections: list[Connection], *questions: tuple[Any, ...]) -> Awaitab
     )
 
 
+@pytest.mark.slow
 def test_replies_keep_order_and_errors_are_raised_at_once() -> None:
     async def scenario(connections: list[Connection]) -> float:
         assert await asked(connections, ("say_late", "first", 0.2), ("say", "second")) == [
@@ -67,6 +68,7 @@ def test_replies_keep_order_and_errors_are_raised_at_once() -> None:
     assert with_two(scenario) < 30
 
 
+@pytest.mark.slow
 def test_worker_death_takes_precedence_over_errors_of_other_hosts() -> None:
     async def scenario(connections: list[Connection]) -> None:
         answers = asyncio.ensure_future(
@@ -81,6 +83,7 @@ def test_worker_death_takes_precedence_over_errors_of_other_hosts() -> None:
     with_two(scenario)
 
 
+@pytest.mark.slow
 def test_error_of_one_host_ends_the_wait_for_the_others() -> None:
     async def scenario(connections: list[Connection]) -> None:
         with pytest.raises(ValueError, match="trainer host 0: so"):
@@ -89,6 +92,7 @@ def test_error_of_one_host_ends_the_wait_for_the_others() -> None:
     with_two(scenario, silence_timeout_s=8.0)
 
 
+@pytest.mark.slow
 def test_worker_death_cancels_work_without_a_pending_call() -> None:
     async def scenario(connections: list[Connection]) -> bool:
         trainers, was_cancelled = Trainers(connections, version=0), False

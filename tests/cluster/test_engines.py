@@ -56,6 +56,7 @@ def with_engines(scenario: Callable[[Engines], Awaitable[T]], wait_s: float = 30
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_request_resumes_on_another_engine_from_the_last_report(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -79,6 +80,7 @@ def test_request_resumes_on_another_engine_from_the_last_report(
     )
 
 
+@pytest.mark.slow
 def test_request_without_engine_waits_and_times_out() -> None:
     async def scenario(engines: Engines) -> list[Completion]:
         await join(engines, 0, dies_at=1)
@@ -98,6 +100,7 @@ def test_request_without_engine_waits_and_times_out() -> None:
         with_engines(without_engine, wait_s=0.5)
 
 
+@pytest.mark.slow
 def test_progress_has_every_token_once_and_can_end_a_sample() -> None:
     received: dict[int, list[int]] = {0: [], 1: []}
 
@@ -119,6 +122,7 @@ def test_progress_has_every_token_once_and_can_end_a_sample() -> None:
     assert 6 <= len(second.tokens) < LENGTH
 
 
+@pytest.mark.slow
 def test_requests_balance_load_and_weights_reach_every_engine() -> None:
     async def scenario(engines: Engines) -> None:
         await join(engines, 0)
@@ -142,6 +146,7 @@ def test_requests_balance_load_and_weights_reach_every_engine() -> None:
     with_engines(scenario)
 
 
+@pytest.mark.slow
 def test_engines_swap_in_turns_and_a_dead_engine_loses_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -169,6 +174,7 @@ def test_engines_swap_in_turns_and_a_dead_engine_loses_its_turn(
     with_engines(scenario)
 
 
+@pytest.mark.slow
 def test_cancelled_request_leaves_its_engine() -> None:
     async def scenario(engines: Engines) -> None:
         await join(engines, 0)

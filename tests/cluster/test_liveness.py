@@ -58,6 +58,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 )
 @given(setup=setups, faults=faults)
 @pytest.mark.timeout(0)
+@pytest.mark.slow
 def test_every_run_ends_and_keeps_its_laws_under_faults(setup: Setup, faults: list[Fault]) -> None:
     assert simulated(setup, faults).broken == []
 

@@ -76,6 +76,7 @@ def test_own_cluster_requires_a_token_and_others_keep_theirs() -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_missing_cluster_resources_are_refused_with_numbers(
     settings: list[str], reported: str, tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_missing_cluster_resources_are_refused_with_numbers(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_worker_death_at_start_ends_the_run_with_one_line(
     tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:

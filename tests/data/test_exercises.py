@@ -109,6 +109,7 @@ def test_steps_combine_into_one_expression() -> None:
     assert combine_steps("1+1=2\n3+4=7\n\\boxed{7}") is None
 
 
+@pytest.mark.slow
 def test_exercise_splits_are_disjoint_and_seeded() -> None:
     train, heldout = GeneratedExercises(800, "train"), GeneratedExercises(400, "heldout")
     assert not {exercise.question for exercise in train} & {

@@ -58,6 +58,7 @@ def answers_of(example: SupervisedExample) -> str:
 
 
 @given(st.text())
+@pytest.mark.slow
 def test_decoding_inverts_encoding(text: str) -> None:
     # Special tokens in a text are encoded as such, and decode leaves them out.
     if not any(special in text for special in SPECIAL_TOKENS):

@@ -112,6 +112,7 @@ def test_tags_need_their_end_and_are_not_searched_in_reasoning() -> None:
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.slow
 def test_parsing_time_is_linear_in_the_output() -> None:
     parse_tags("<search>" * 130_000, {"search": "query"})
     for repeated in ("<tool_call>", "<think>", "</think>", "<tool_call></think>", CALL):

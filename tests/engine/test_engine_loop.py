@@ -53,6 +53,7 @@ def uninterrupted(*requests: Request) -> list[list[Completion]]:
 # What is sampled, and its log-probs.
 
 
+@pytest.mark.slow
 def test_greedy_decoding_is_the_argmax_of_the_full_forward():
     [[completion]] = uninterrupted(request(temperature=0.0))
     assert len(completion.tokens) == 20
@@ -74,6 +75,7 @@ def test_stored_logp_is_the_trainers(temperature: float):
 
 
 @pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.slow
 def test_a_long_prompt_is_prefilled_with_blocked_attention(
     devices: int,
 ):
@@ -87,6 +89,7 @@ def test_a_long_prompt_is_prefilled_with_blocked_attention(
     np.testing.assert_allclose(completion.logp, trainer_logp(prompt, completion, 0), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_with_filters_logp_is_renormalised_over_what_was_kept():
     [plain, filtered, one] = uninterrupted(
         request("plain"), request("filtered", top_k=3), request("one", top_k=1, max_new_tokens=9)
@@ -99,6 +102,7 @@ def test_with_filters_logp_is_renormalised_over_what_was_kept():
     same_samples(plain, uninterrupted(request("plain"))[0])
 
 
+@pytest.mark.slow
 def test_in_bfloat16_matrices_are_cast_and_logp_is_still_the_trainers():
     half = DecodeEngine(POLICY, engine().mesh, CONFIG, jnp.bfloat16)
     params = laid_out(half, 0)
@@ -115,6 +119,7 @@ def test_in_bfloat16_matrices_are_cast_and_logp_is_still_the_trainers():
     assert np.abs(sampled - same).mean() < 0.5 * np.abs(sampled - wide).mean()
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_a_sample_and_is_kept():
     [[whole_answer]] = uninterrupted(request())
     stop = int(whole_answer.tokens[6])
@@ -142,6 +147,7 @@ def test_the_shortest_and_the_longest_prompt_are_answered(prompt: tuple[int, ...
 # What a draw depends on.
 
 
+@pytest.mark.slow
 def test_sampling_depends_on_seed_sample_and_position_only():
     [group] = uninterrupted(request(num_samples=3, seed=7))
     positions = jnp.broadcast_to(jnp.arange(5, 25, dtype=jnp.int32), (3, 20))
@@ -155,6 +161,7 @@ def test_sampling_depends_on_seed_sample_and_position_only():
         assert (ends[places, completion.tokens] - np.exp(completion.logp) < uniform + 1e-4).all()
 
 
+@pytest.mark.slow
 def test_draws_do_not_depend_on_slot_or_batch():
     alone = [uninterrupted(request(f"r{i}", range(i, i + 6), seed=i))[0] for i in range(3)]
     crowd = [
@@ -167,6 +174,7 @@ def test_draws_do_not_depend_on_slot_or_batch():
         same_samples(a, b)
 
 
+@pytest.mark.slow
 def test_draws_do_not_depend_on_steps_per_dispatch_or_slots():
     other = engine(
         CONFIG.__class__(num_slots=2, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=3)
@@ -177,6 +185,7 @@ def test_draws_do_not_depend_on_steps_per_dispatch_or_slots():
     )
 
 
+@pytest.mark.slow
 def test_draws_depend_on_seed_and_sample():
     [group] = uninterrupted(request(num_samples=2, seed=1))
     [[other]] = uninterrupted(request(seed=1 << 32 | 1))
@@ -184,6 +193,7 @@ def test_draws_depend_on_seed_and_sample():
 
 
 @pytest.mark.parametrize(("tensor"), [1, 2])
+@pytest.mark.slow
 def test_a_mesh_of_four_devices_draws_what_one_draws(tensor: int):
     four = engine(CONFIG, devices=4, tensor=tensor)
     requests = [
@@ -229,6 +239,7 @@ def test_a_kept_cache_fails_that_check():
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
+@pytest.mark.slow
 def test_a_swap_of_equal_weights_changes_no_bit(on_update: str):
     chosen = with_setting(engine(), on_update=on_update)
     [plain] = uninterrupted(request(num_samples=6))
@@ -241,6 +252,7 @@ def test_a_swap_of_equal_weights_changes_no_bit(on_update: str):
         assert b.versions.tolist() == sorted([*range(5)] * 4)
 
 
+@pytest.mark.slow
 def test_a_rebuilt_cache_goes_on_as_the_old_one(monkeypatch: pytest.MonkeyPatch):
     [plain] = uninterrupted(request(num_samples=6))
     chosen = with_setting(engine())
@@ -390,6 +402,7 @@ def test_a_sample_that_was_not_started_is_empty_in_a_snapshot():
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.slow
 def test_suspended_and_resumed_is_uninterrupted(elsewhere: bool):
     original = request(num_samples=10, stop=(11, 12), seed=4)
     shelf = stopped_after(1)
@@ -576,6 +589,7 @@ def test_what_the_device_could_not_hold_is_refused_where_it_is_asked(field: str,
     with_engine_loop(engine(), Shelf(engine(), (0, 0, 0)), act)
 
 
+@pytest.mark.slow
 def test_what_the_device_can_just_hold_is_drawn_in_numbers():
     extremes: list[dict[str, Any]] = [
         {"top_k": MAX_TOP_K},
@@ -593,6 +607,7 @@ def test_what_the_device_can_just_hold_is_drawn_in_numbers():
         assert len(completion.tokens) == 20 and np.isfinite(completion.logp).all()
 
 
+@pytest.mark.slow
 def test_an_id_in_use_is_refused():
     async def act(engine_loop: EngineLoop):
         first, second = engine_loop.submit(request()), engine_loop.submit(request())
@@ -675,6 +690,7 @@ def test_closing_fails_what_is_unfinished(monkeypatch: pytest.MonkeyPatch):
 # Cost.
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up():
     warm = engine()
     assert warm.warm_up() >= 0
@@ -869,6 +885,7 @@ def test_a_dispatch_in_which_every_slot_has_ended_draws_nothing():
     np.testing.assert_array_equal(np.asarray(state.view[0][0])[..., :4], fed[..., :4])
 
 
+@pytest.mark.slow
 def test_events_tell_what_the_thread_did():
     events = events_of(Shelf(engine(), (0, 0, 0), (1, 1, 1)), request(max_new_tokens=8))
     assert [name for name, _, _ in events] == ["swap", "prefill", "dispatch", "swap", "dispatch"]
@@ -898,6 +915,7 @@ def slow_engine() -> Slow:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_other_requests_go_on_while_programs_are_compiled():
     slow = slow_engine()
     shelf = Shelf(slow, (0, 0, 0))
@@ -919,6 +937,7 @@ def test_other_requests_go_on_while_programs_are_compiled():
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_closing_ends_what_waits_for_programs():
     slow = slow_engine()
 

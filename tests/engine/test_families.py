@@ -47,6 +47,7 @@ EXPERTS = {
 @pytest.mark.parametrize(
     ("family", "tensor"), [(WINDOW, 1), (EXPERTS, 2)], ids=["window", "experts"]
 )
+@pytest.mark.slow
 def test_tokens_are_drawn_with_the_logp_of_a_full_forward(
     family: dict[str, object], tensor: int
 ) -> None:

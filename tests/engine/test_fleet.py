@@ -83,6 +83,7 @@ def assert_same(ours: Sequence[Completion], theirs: Sequence[Completion]) -> Non
         assert mine.stop_reason == other.stop_reason
 
 
+@pytest.mark.slow
 def test_two_engines_draw_what_one_draws_and_share_the_work() -> None:
     requests = [request(f"r{i}", (3 + i, 7, 1), num_samples=2, seed=i) for i in range(8)]
 
@@ -125,6 +126,7 @@ def test_measures_of_all_are_sums_of_counts_and_means_of_means() -> None:
     assert found["occupancy"][0] == 160.0 and set(TOTALS) <= found.keys()
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_where_it_began_unless_that_engine_is_busy() -> None:
     rng = np.random.default_rng(0)
     prefixes = [rng.integers(0, 64, 2 * BLOCK_TOKENS) for _ in range(4)]

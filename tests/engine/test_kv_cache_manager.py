@@ -106,6 +106,7 @@ def test_results_do_not_depend_on_request_order_or_preemption():
         same_samples(expected[i], group)
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_keep_the_slots_busy_and_little_memory_empty():
     one = paged(num_slots=64, max_new_tokens=200)
     one.warm_up()
@@ -173,6 +174,7 @@ def test_a_thousand_requests_keep_the_slots_busy_and_little_memory_empty():
 @pytest.mark.parametrize(
     ("reader", "devices", "tensor"), [("plain", 1, 1), ("plain", 4, 2), ("view", 4, 2)]
 )
+@pytest.mark.slow
 def test_reading_pages_draws_what_reading_a_view_draws(reader: Reader, devices: int, tensor: int):
     requests = workload(10)
     one = paged(reader, devices, tensor, kv_tokens=(devices // tensor) * 8 * 30)
@@ -232,6 +234,7 @@ def test_other_weights_find_no_pages(on_update: str):
 
 
 @pytest.mark.parametrize(("kv_tokens", "num_live"), [(0, 8), (8 * 20, 5)])
+@pytest.mark.slow
 def test_kept_caches_are_for_live_sequences_only(kv_tokens: int, num_live: int):
     # Version 1 comes when 8 of 12 samples have sampled 4 tokens, or those for which 20 pages are
     # enough: the prompt's 5, of each sample 2 more, and one to spare for each of the others. These
@@ -268,6 +271,7 @@ def test_kept_caches_are_for_live_sequences_only(kv_tokens: int, num_live: int):
     assert len(drifts) == num_live and min(drifts) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_long_prompt_comes_in_chunks_between_which_the_others_draw():
     one = paged(prefill_chunk_tokens=16)
     events: list[tuple[str, int]] = []
@@ -338,6 +342,7 @@ def test_a_swap_rebuilds_a_shared_prompt_once():
 
 @pytest.mark.parametrize("reader", ["view", "plain"])
 @pytest.mark.parametrize(("kv_dtype", "most"), [("int8", 0.04), ("float8_e4m3fn", 0.2)])
+@pytest.mark.slow
 def test_narrow_keys_and_values_drift_little(reader: Reader, kv_dtype: str, most: float):
     one = paged(reader, kv_dtype=kv_dtype)
     assert one.init_state().pages[0].keys.dtype == kv_dtype

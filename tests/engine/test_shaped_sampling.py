@@ -50,6 +50,7 @@ def penalized(
     return logits - np.log(np.exp(logits).sum())
 
 
+@pytest.mark.slow
 def test_penalties_count_completion_tokens_and_shape_logp():
     [group] = sampled(shaped(num_samples=3, presence_penalty=1.5, frequency_penalty=0.7))
     for completion in group:
@@ -61,6 +62,7 @@ def test_penalties_count_completion_tokens_and_shape_logp():
         np.testing.assert_allclose(completion.logp, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_huge_penalties_forbid_repetition():
     [[once], [neither]] = sampled(
         shaped("once", presence_penalty=1e4, temperature=0.0),
@@ -74,6 +76,7 @@ def test_huge_penalties_forbid_repetition():
     assert len(set(neither.tokens.tolist()) | set(PROMPT)) == 25
 
 
+@pytest.mark.slow
 def test_stop_tokens_are_not_drawn_before_their_time():
     [[free]] = sampled(request(seed=3))
     stops = tuple(dict.fromkeys(free.tokens[:6].tolist()))[:4]

@@ -310,6 +310,7 @@ def scalars(found: list[Any]) -> list[tuple[int, str, float]]:
     ]
 
 
+@pytest.mark.slow
 def test_tensorboard_writes_finite_values_and_hides_repeated_steps(tmp_path):
     for resume_version in (None, 1):
         sinks = Sinks(tmp_path, MetricsConfig(samples=False), resume_version)

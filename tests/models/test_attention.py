@@ -48,6 +48,7 @@ def test_grouped_query_heads_use_kv_heads_in_order():
         np.testing.assert_allclose(out[:, :, n], weights @ v[:, n // 2], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_query_without_keys_has_finite_gradient():
     q, k, v = draw(1, 2, 2, 4), draw(1, 1, 4, 3, seed=1), draw(1, 1, 3, 4, seed=2)
     mask = jnp.array([[[False] * 3, [True] * 3]])
@@ -109,6 +110,7 @@ def outs_and_gradients(
     ("way", "window"),
     [(way, w) for way in WAYS for w in (None, WINDOW) if (way, w) != ("gpu", WINDOW)],
 )
+@pytest.mark.slow
 def test_every_packed_kernel_matches_the_formula(way: str, window: int | None) -> None:
     out, gradients = outs_and_gradients(WAYS[way], window)
     expected, expected_gradients = outs_and_gradients(by_formula, window)
@@ -125,6 +127,7 @@ def test_every_packed_kernel_matches_the_formula(way: str, window: int | None) -
         ({"tensor": 4}, "blocked"),
     ],
 )
+@pytest.mark.slow
 def test_sharding_rows_and_heads_keeps_attention(mesh: dict[str, int], kernel: Kernel) -> None:
     # Four devices share the heads, so the two key-value heads are repeated.
     sizes = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1} | mesh
@@ -140,6 +143,7 @@ def test_sharding_rows_and_heads_keeps_attention(mesh: dict[str, int], kernel: K
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.slow
 def test_accelerators_use_kernels_for_long_rows(platform: str) -> None:
     if platform == "cuda" and jax.__version_info__ >= (0, 12):
         pytest.skip("since jax 0.12, GPU kernels can be lowered on GPUs only")
@@ -157,6 +161,7 @@ def test_accelerators_use_kernels_for_long_rows(platform: str) -> None:
     assert len(re.findall(r"custom_call @(tpu_custom_call|__gpu\$xla\.gpu\.triton)", lowered)) == 3
 
 
+@pytest.mark.slow
 def test_attention_memory_is_linear_in_long_rows() -> None:
     assert [choose_kernel("cpu", tokens) for tokens in (160, 512, 1024)] == [
         "dense",

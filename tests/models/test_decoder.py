@@ -68,6 +68,7 @@ def assert_close(left, right, atol=1e-5):
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.slow
 def test_packed_equals_alone(architecture):
     policy = tiny_policy(architecture)
     params = random_params(policy)
@@ -120,6 +121,7 @@ def test_scan_equals_unrolled_layers():
     assert policy.unstack(unstacked) is unstacked
 
 
+@pytest.mark.slow
 def test_remat_recomputes_what_it_does_not_save():
     policy = tiny_policy()
     ids = jnp.ones((1, 8), jnp.int32)
@@ -151,6 +153,7 @@ def test_remat_recomputes_what_it_does_not_save():
 @pytest.mark.parametrize(
     ("remat", "unroll"), [("full", True), ("full", False), ("attention", False), ("dots", False)]
 )
+@pytest.mark.slow
 def test_remat_keeps_gradients(remat, unroll):
     policy = tiny_policy()
     params = random_params(policy)
@@ -161,6 +164,7 @@ def test_remat_keeps_gradients(remat, unroll):
     assert all(jnp.abs(grad).max() > 1e-6 for grad in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_gradients_match_finite_differences():
     policy = tiny_policy("Qwen3ForCausalLM", tie_word_embeddings=True)
     params = random_params(policy)
@@ -214,6 +218,7 @@ def on_eight_devices(
 
 
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.slow
 def test_one_device_equals_eight(tied):
     policy = tiny_policy(tie_word_embeddings=tied)
     params = random_params(policy)

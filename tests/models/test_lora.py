@@ -100,6 +100,7 @@ def test_resaving_peft_folder_is_bit_exact(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
 )
+@pytest.mark.slow
 def test_adapter_equals_merged_weights(architecture: str) -> None:
     policy = adapted(architecture)
     base, adapter = random_params(policy), random_adapter(policy)
@@ -112,6 +113,7 @@ def test_adapter_equals_merged_weights(architecture: str) -> None:
     assert jnp.abs(logits(policy, base) - expected).mean() > 0.1
 
 
+@pytest.mark.slow
 def test_adapter_gradients_follow_from_merged_weights() -> None:
     policy = adapted(rslora=True)
     base, adapter = random_params(policy), random_adapter(policy)
@@ -141,6 +143,7 @@ def test_adapter_gradients_follow_from_merged_weights() -> None:
             assert np.abs(found["a"]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_no_gradient_computation() -> None:
     policy = Policy(
         tiny_policy(hidden_size=64, intermediate_size=192, num_hidden_layers=2).config, LoRA(rank=1)

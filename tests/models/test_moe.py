@@ -81,6 +81,7 @@ def test_no_token_is_dropped_under_extreme_imbalance():
     )
 
 
+@pytest.mark.slow
 def test_local_experts_leave_out_remote_terms():
     halves = (
         local_experts(X, WEIGHTS, CHOSEN, *(w[i : i + 2] for w in (GATE, UP, DOWN)), first=i)
@@ -96,6 +97,7 @@ def test_local_experts_leave_out_remote_terms():
     # Three shards do not divide four experts, so that every device has all.
     [(2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 4, 1)],
 )
+@pytest.mark.slow
 def test_expert_parallelism_keeps_output_and_gradient(fsdp, expert, tensor):
     placement = PlacementConfig(
         train_devices=8,
@@ -179,6 +181,7 @@ def layer_of(**settings: object) -> tuple[MoE, jax.Array]:
     return MoE(config, config.moe, jax.random.key(0)), draw(2, 6, config.hidden_size, seed=6)
 
 
+@pytest.mark.slow
 def test_expert_weights_sum_to_one_with_norm_topk_prob():
     # With one expert per token, its weight is 1, or its probability, which is between 1/4 and 1.
     (plain, x), (normalised, _) = (
@@ -190,6 +193,7 @@ def test_expert_weights_sum_to_one_with_norm_topk_prob():
     assert ((share > 0.25) & (share < 1)).all()
 
 
+@pytest.mark.slow
 def test_router_is_float32_in_every_compute_dtype():
     # Scores of two experts that are equal in bfloat16: those of the second are larger by one part in
     # 1024 if positive.

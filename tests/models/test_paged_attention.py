@@ -60,6 +60,7 @@ def by_formula(q: Array, window: int | None) -> Array:
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("new", [1, 7])
+@pytest.mark.slow
 def test_plain_paged_attention_matches_the_formula(new: int, window: int | None):
     q = jnp.asarray(rng.normal(size=(B, new, N, H)), jnp.float32)
     starts = jnp.asarray(LENGTHS, jnp.int32) - new
@@ -79,6 +80,7 @@ def test_gpu_paged_kernel_matches_the_formula(window: int | None):
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 0.01), ("float8_e4m3fn", 0.05)])
+@pytest.mark.slow
 def test_quantized_pages_bound_the_error_by_the_largest_number(dtype: str, most: float):
     narrow = pages(dtype)
     for row, length in enumerate(LENGTHS):

@@ -41,6 +41,7 @@ def original(family: str) -> Original:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_packed_logits_loss_and_gradient_match_transformers(family: str) -> None:
     policy, params, expected, tokens = original(family)
     rows, length = tokens.shape
@@ -92,6 +93,7 @@ def test_packed_logits_loss_and_gradient_match_transformers(family: str) -> None
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama3", "qwen3_window", "qwen3_moe"])
+@pytest.mark.slow
 def test_cached_logits_match_transformers(family: str) -> None:
     policy, params, expected, tokens = original(family)
     hidden = cached_hidden(policy, params, tokens, prompt=4)

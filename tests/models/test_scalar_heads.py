@@ -66,6 +66,7 @@ def test_resaving_transformers_folder_is_bit_exact(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("architecture", get_args(Family))
 @pytest.mark.parametrize("readout", SCALAR)
+@pytest.mark.slow
 def test_scalar_head_policy_loads_language_model_body(
     tmp_path: Path, architecture: Family, readout: Readout
 ) -> None:

@@ -36,7 +36,7 @@ logging.getLogger().setLevel(logging.WARNING)
 logging.getLogger().handlers.clear()
 
 
-class Orchestrator(orchestrator.EngineLoop):
+class Orchestrator(orchestrator.Driver):
     """JetStream's engine loop, which ends the process where the last slot in use is given back
     between two of its looks at them."""
 

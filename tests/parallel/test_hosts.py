@@ -27,6 +27,7 @@ def coordinator() -> str:
         ((0,), "process 1, process 2, process 3"),
     ],
 )
+@pytest.mark.slow
 def test_missing_processes_are_named_in_all_others(
     coordinator: str, joined: tuple[int, ...], missing: str
 ):
@@ -42,6 +43,7 @@ def test_missing_processes_are_named_in_all_others(
             )
 
 
+@pytest.mark.slow
 def test_untrusted_connections_are_closed_and_dead_peers_ignored(coordinator: str):
     host, port = coordinator.split(":")
     reset_on_close = struct.pack("ii", 1, 0)

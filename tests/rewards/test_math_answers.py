@@ -127,6 +127,7 @@ def test_mathematics_decides_what_text_cannot(answer: str, reference: str, corre
     assert is_correct(answer, reference) is correct
 
 
+@pytest.mark.slow
 def test_pairs_of_answers_in_many_notations_and_their_near_misses() -> None:
     rows = [
         json.loads(line)
@@ -177,6 +178,7 @@ def found(text: str) -> str:
     return extract_answer(text) or "" if re.search(r"\\boxed|\\fbox|####", text) else text
 
 
+@pytest.mark.slow
 def test_triples_of_public_graders_without_a_false_correct() -> None:
     triples = grader_triples()
     assert len(triples) >= 600
@@ -191,6 +193,7 @@ def test_triples_of_public_graders_without_a_false_correct() -> None:
     assert 1 - len(missed) / len(triples) >= 0.95
 
 
+@pytest.mark.slow
 def test_no_text_of_an_answer_reaches_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     # sympy evaluates the names of its own units where it first simplifies one.
     import sympy.physics.units  # noqa: F401

@@ -140,6 +140,7 @@ def test_working_functions_start_without_a_word(
         ("verl_without_score", """a dict with "score", found {'acc': 1.0}"""),
     ],
 )
+@pytest.mark.slow
 def test_functions_that_do_not_work_are_refused(functions: Path, name: str, reason: str) -> None:
     with pytest.raises(ConfigError) as refused:
         probed(

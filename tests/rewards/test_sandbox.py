@@ -108,6 +108,7 @@ HONEST = "def double(x):\n    return 2 * x\n"
 
 
 @pytest.mark.parametrize("tests", [DOUBLE, DOUBLE_ASSERTED])
+@pytest.mark.slow
 def test_functions_are_judged_by_what_they_return(grader: GradeAs, tests: CodeTests) -> None:
     assert grade(grader, HONEST, tests).kind == "correct"
     assert grade(grader, "def double(x):\n    return x * x\n", tests).kind == "wrong"
@@ -704,6 +705,7 @@ ENDS += ["SystemExit(0)", "AssertionError", "Exception", "type('Own', (StopItera
 
 
 @pytest.mark.parametrize("error", ENDS)
+@pytest.mark.slow
 def test_an_exception_that_leaves_a_function_fails_the_test(grader: GradeAs, error: str) -> None:
     forms = [
         "all(map(lambda x: f(x) == 2 * x, [1, 2, 3]))",
@@ -860,6 +862,7 @@ def test_functions_run_as_livecodebench_runs_them(grader: GradeAs) -> None:
         assert came.kind == ("correct" if exact else "wrong"), given
 
 
+@pytest.mark.slow
 def test_each_test_has_its_own_time(user_id: int) -> None:
     grader = GradeAs(user_id, chz.replace(SMALL, test_timeout_s=4.0))
     try:
@@ -902,6 +905,7 @@ def test_missing_bubblewrap_error_names_the_install_command(
         grading(SMALL)
 
 
+@pytest.mark.slow
 def test_limits_alone_are_used_if_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_bwraps", lambda: [])
     grader = grading(SandboxConfig(isolation="limits", test_timeout_s=3.0))
@@ -939,6 +943,7 @@ def test_closing_leaves_no_process() -> None:
     assert psutil.wait_procs(left, timeout=2)[1] == []
 
 
+@pytest.mark.slow
 def test_cleanup_deletes_locked_folders_and_follows_no_links() -> None:
     # As a user who owns the folders and is not root, to whom nothing is closed.
     script = """

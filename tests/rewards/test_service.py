@@ -326,6 +326,7 @@ def test_errors_of_a_reward_function_are_failed_calls(
 
 
 @pytest.mark.parametrize("how", ["hang", "spin {folder}/spinning"])
+@pytest.mark.slow
 def test_what_hangs_is_killed_and_judging_goes_on(
     custom_grader: str, tmp_path: Path, how: str
 ) -> None:
@@ -408,6 +409,7 @@ def test_a_process_that_dies_once_may_have_died_of_something_else(
     run(main())
 
 
+@pytest.mark.slow
 def test_others_are_judged_while_some_hang_and_some_crash(custom_grader: str) -> None:
     async def main() -> None:
         config = RewardConfig(function=custom_grader, num_workers=4, timeout_s=2.0)
@@ -556,6 +558,7 @@ def test_tasks_that_nobody_can_judge_are_refused() -> None:
     sys.platform != "linux",
     reason="elsewhere a grading process notices after the answer it is grading",
 )
+@pytest.mark.slow
 def test_judging_processes_do_not_outlive_a_killed_trainer(
     custom_grader: str, tmp_path: Path
 ) -> None:

@@ -91,6 +91,7 @@ def test_tools_are_used_in_judging_processes_beside_judging(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_program_is_run_in_a_sandbox_and_killed_when_it_hangs() -> None:
     async def main() -> dict[str, ToolResult]:
         programs = {

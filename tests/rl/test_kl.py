@@ -99,6 +99,7 @@ def test_k1_gradient_is_zero_in_expectation() -> None:
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.slow
 def test_kl_loss_equals_float64_and_finite_differences(
     estimator: Literal["k2", "k3"], is_weighted: bool
 ) -> None:

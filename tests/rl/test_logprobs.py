@@ -55,6 +55,7 @@ def test_logprobs_and_entropy_equal_the_definition(chunk_tokens: int, temperatur
 
 @pytest.mark.parametrize("learns_entropy", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1000, 9])
+@pytest.mark.slow
 def test_logprob_gradients_equal_the_full_log_softmax(
     chunk_tokens: int, learns_entropy: bool
 ) -> None:
@@ -89,6 +90,7 @@ def test_logprob_gradients_equal_the_full_log_softmax(
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_packed_sequence_equals_the_sequence_alone() -> None:
     hidden, head, tokens = random_inputs(3)
     packed, _ = token_logprobs(

@@ -179,6 +179,7 @@ def test_decoupled_loss_equals_float64_on_a_thousand_random_inputs() -> None:
     )
 
 
+@pytest.mark.slow
 def test_losses_are_independent_of_micro_batching() -> None:
     inputs = random_inputs(np.random.default_rng(3), (8, 5))
     num_tokens = float(inputs.mask.sum())

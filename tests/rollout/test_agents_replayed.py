@@ -79,6 +79,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_identical_agent_replays_without_sampling(program: Path):
     [first, second], num_requests = run_twice(f"{program}:same")
     assert num_requests == [4, 4]
@@ -86,6 +87,7 @@ def test_identical_agent_replays_without_sampling(program: Path):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.slow
 def test_diverging_agent_samples_its_new_prompts(program: Path):
     [first, second], num_requests = run_twice(f"{program}:other")
     # The first turns are equal; the second ones differ.

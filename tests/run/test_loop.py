@@ -243,6 +243,7 @@ async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
 
 
 @SLOW_ON_MANY
+@pytest.mark.slow
 def test_loop_without_staleness_equals_plain_synchronous_loop(
     tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
 ) -> None:
@@ -279,6 +280,7 @@ def host_initial(exp: Experiment) -> dict[str, np.ndarray]:
 
 
 @SLOW_ON_MANY
+@pytest.mark.slow
 def test_100_asynchronous_steps_train_each_group_once_and_in_time(
     tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
 ) -> None:
@@ -322,6 +324,7 @@ def test_100_asynchronous_steps_train_each_group_once_and_in_time(
 
 
 @PLACEMENTS
+@pytest.mark.slow
 def test_resume_is_bit_exact(tiny_policy: Path, tmp_path: Path, placement: PlacementConfig) -> None:
     exp = experiment(tiny_policy, placement, num_steps=8, max_staleness=0)
     whole = run_loop(planned(exp), tmp_path / "whole")
@@ -342,6 +345,7 @@ def test_resume_is_bit_exact(tiny_policy: Path, tmp_path: Path, placement: Place
     [(2, 3), (0, 4)],
     ids=["while a step is trained", "as a batch is finished"],
 )
+@pytest.mark.slow
 def test_stop_and_resume_lose_and_repeat_no_task(
     tiny_policy: Path,
     tmp_path: Path,
@@ -424,6 +428,7 @@ def test_multi_turn_runs_train_and_resume(tiny_policy: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("adapter", [None, LoRA(rank=2)], ids=["all parameters", "an adapter"])
+@pytest.mark.slow
 def test_the_reference_of_a_resumed_run_is_what_it_began_with(
     tiny_policy: Path, adapter: LoRA | None
 ) -> None:
@@ -451,6 +456,7 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(
     [(None, 0.8), (LoRA(rank=4), 0.97)],
     ids=["all parameters", "an adapter"],
 )
+@pytest.mark.slow
 def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
     tiny_policy: Path, tmp_path: Path, adapter: LoRA | None, falls_to: float
 ) -> None:
@@ -559,6 +565,7 @@ class Diverging(CustomLoss):
 
 
 @pytest.mark.parametrize("at_first", [True, False])
+@pytest.mark.slow
 def test_divergence_saves_no_checkpoint_of_half_a_step(
     tiny_policy: Path, tmp_path: Path, at_first: bool
 ) -> None:
@@ -596,6 +603,7 @@ def test_divergence_saves_no_checkpoint_of_half_a_step(
     ("every_steps", "left"),
     [(0, r"no checkpoint was saved, so there is nothing .*\n$"), (1, r"--resume=.* version 1\n$")],
 )
+@pytest.mark.slow
 def test_divergence_names_the_checkpoint_to_resume_from(
     tiny_policy: Path,
     tmp_path: Path,
@@ -677,6 +685,7 @@ def test_adapter_run_resumes_bit_exact_and_exports_its_adapter(
     jax.tree.map(np.testing.assert_array_equal, frozen, base)
 
 
+@pytest.mark.slow
 def test_critic_starts_from_the_policy_trunk_and_is_exported(
     tiny_policy: Path, tmp_path: Path
 ) -> None:
@@ -710,6 +719,7 @@ def test_critic_starts_from_the_policy_trunk_and_is_exported(
     assert learnt is not None and learnt.params["value"].all() and learnt.params["value_bias"].all()
 
 
+@pytest.mark.slow
 def test_pinned_evaluation_has_one_version_during_training(
     tiny_policy: Path, tmp_path: Path
 ) -> None:
@@ -735,6 +745,7 @@ def test_pinned_evaluation_has_one_version_during_training(
     )
 
 
+@pytest.mark.slow
 def test_failed_last_evaluation_keeps_policy_and_report(tiny_policy: Path, tmp_path: Path) -> None:
     exp = chz.replace(
         experiment(tiny_policy, ONE, num_steps=2, max_staleness=0),
@@ -770,6 +781,7 @@ def stalling(experiment: Experiment) -> Experiment:
     )
 
 
+@pytest.mark.slow
 def test_a_run_without_progress_ends_with_a_checkpoint(
     tiny_policy: Path,
     tmp_path: Path,
@@ -797,6 +809,7 @@ def test_a_run_without_progress_ends_with_a_checkpoint(
     )
 
 
+@pytest.mark.slow
 def test_a_step_that_never_ends_ends_the_run_without_a_checkpoint_of_it(
     tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

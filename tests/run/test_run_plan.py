@@ -68,6 +68,7 @@ def plan(policy: Path, *overrides: str) -> Plan:
     )
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_arrays_take(policy: Path) -> None:
     found = plan(policy, "engine.num_slots=12")
     exact = {
@@ -86,6 +87,7 @@ def test_memory_is_what_the_arrays_take(policy: Path) -> None:
     assert find_shortage(found) == ""
 
 
+@pytest.mark.slow
 def test_an_adapter_is_counted_apart_from_what_stays(policy: Path) -> None:
     # Rank 2: q and o 2·(8 + 8) each, k and v 2·(8 + 4) each, three of the MLP 2·(8 + 16) each: 64 +
     # 48 + 144 = 256.
@@ -106,6 +108,7 @@ def test_an_adapter_is_counted_apart_from_what_stays(policy: Path) -> None:
     assert "trained       all parameters" in plan_text(plan(policy))
 
 
+@pytest.mark.slow
 def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(
     policy: Path, tmp_path: Path
 ) -> None:
@@ -143,6 +146,7 @@ def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(
         ({"max_position_embeddings": 100}, "made for 100 positions"),
     ],
 )
+@pytest.mark.slow
 def test_frozen_policy_that_cannot_read_every_sample_is_refused(
     policy: Path, tmp_path: Path, changes: dict[str, int], said: str
 ) -> None:
@@ -152,6 +156,7 @@ def test_frozen_policy_that_cannot_read_every_sample_is_refused(
         plan(policy, f"trainer.teacher.path={tmp_path}")
 
 
+@pytest.mark.slow
 def test_frozen_policy_with_other_tokens_is_refused_by_its_setting(
     policy: Path, tmp_path: Path
 ) -> None:
@@ -184,6 +189,7 @@ def test_frozen_policy_with_other_tokens_is_refused_by_its_setting(
         ),
     ],
 )
+@pytest.mark.slow
 def test_an_adapter_that_does_not_belong_to_the_policy_is_refused(
     policy: Path, tmp_path: Path, base: str | None, rank: int, said: str
 ) -> None:
@@ -199,6 +205,7 @@ def test_an_adapter_that_does_not_belong_to_the_policy_is_refused(
     assert plan(policy, f"policy.adapter={tmp_path}").policy == adapted
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_it_found(policy: Path) -> None:
     text = plan_text(
         plan(policy, "num_steps=40", "trainer.num_mini_batches=4", "rollout.max_staleness=3")
@@ -339,6 +346,7 @@ def test_an_adapter_inside_the_policys_folder_is_refused_by_name(
     "override",
     ["trainer.advantages=GAE", "trainer.reference.path=FOLDER", "trainer.teacher.path=FOLDER"],
 )
+@pytest.mark.slow
 def test_adapter_in_the_policy_folder_loads_for_frozen_models(
     policy: Path, tmp_path: Path, override: str
 ) -> None:
@@ -372,6 +380,7 @@ def test_without_measuring_nothing_is_held_out(policy: Path) -> None:
     assert "evaluation    none" in plan_text(found)
 
 
+@pytest.mark.slow
 def test_what_will_not_fit_into_memory_is_said_before_it_fails(policy: Path) -> None:
     short = plan(policy, "engine.num_slots=6000000000")
     assert "are needed where there are" in find_shortage(short)
@@ -385,6 +394,7 @@ def test_what_will_not_fit_into_memory_is_said_before_it_fails(policy: Path) -> 
         assert setting in find_shortage(plan(policy, "trainer.remat=full", *name.split()))
 
 
+@pytest.mark.slow
 def test_a_split_that_cannot_hold_the_policy_is_refused_with_the_numbers(
     policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,6 +414,7 @@ def test_a_split_that_cannot_hold_the_policy_is_refused_with_the_numbers(
         plan(policy, "placement.train_devices=1", "placement.rollout_devices=3")
 
 
+@pytest.mark.slow
 def test_cluster_plan_has_given_devices_and_needs_ray(
     policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,6 +439,7 @@ def test_cluster_plan_has_given_devices_and_needs_ray(
         make_plan(experiment)
 
 
+@pytest.mark.slow
 def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
     off = ["eval_tasks=Files", "eval_tasks.path=missing.jsonl", "evaluation.every_steps=0"]
     assert "evaluation    none" in plan_text(plan(policy, *off))
@@ -472,6 +484,7 @@ def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
         (["policy.path=./missing"], ["policy.path=./missing", "embedded"]),
     ],
 )
+@pytest.mark.slow
 def test_what_does_not_fit_together_is_refused(
     policy: Path, overrides: list[str], said: list[str]
 ) -> None:
@@ -480,6 +493,7 @@ def test_what_does_not_fit_together_is_refused(
     assert [part for part in said if part not in str(raised.value)] == []
 
 
+@pytest.mark.slow
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(policy: Path, tmp_path: Path) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | {"vocab_size": 100}))
@@ -487,6 +501,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(policy: Path, tmp_pat
         plan(tmp_path)
 
 
+@pytest.mark.slow
 def test_tokenizer_without_chat_template_needs_plain_text(policy: Path, tmp_path: Path) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -47,6 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_run_and_export(tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.slow
 def test_a_folder_a_run_and_one_of_its_versions_are_served(run: Path) -> None:
     is_loaded(named("embedded"), embedded_params(), 0)
     is_loaded(named(run), moved(), 3)
@@ -54,6 +55,7 @@ def test_a_folder_a_run_and_one_of_its_versions_are_served(run: Path) -> None:
     is_loaded(named(run / CHECKPOINTS / "2"), jax.tree.map(jnp.zeros_like, moved()), 2)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_served_beside_the_policy_it_names_and_as_its_run(tmp_path: Path) -> None:
     policy, trained = adapter()
     save_run(tmp_path / "run", trained, "policy.lora.rank=2")
@@ -97,6 +99,7 @@ def test_invalid_models_are_refused_by_name(run: Path, tmp_path: Path) -> None:
             find_served(config)
 
 
+@pytest.mark.slow
 def test_the_runs_weights_answer(run: Path) -> None:
     async def ask() -> list[int]:
         async with engine_backend(named(run, served_name="mine"), "key") as source:

@@ -102,6 +102,7 @@ def test_records_cross_unchanged() -> None:
 
 
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.slow
 def test_engine_host_reports_every_token_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

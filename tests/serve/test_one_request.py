@@ -60,6 +60,7 @@ def test_texts_are_encoded_and_decoded_off_the_event_loop():
     assert tokenizer.threads and threading.get_ident() not in tokenizer.threads
 
 
+@pytest.mark.slow
 def test_the_event_loop_turns_while_megabytes_are_encoded():
     async def main() -> list[int]:
         async with served(Scripted()) as (_, client):
@@ -191,6 +192,7 @@ def test_large_answers_are_written_as_json(value: dict[str, Any]):
     assert json.loads(_written(value)) == value
 
 
+@pytest.mark.slow
 def test_the_event_loop_turns_while_large_answers_are_written():
     async def main() -> int:
         async with served(Scripted([TEXT * 60])) as (_, client):

@@ -89,6 +89,7 @@ def texts(answer: ChatCompletion) -> list[str | None]:
     return [choice.message.content for choice in answer.choices]
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_that_the_driver_gives_the_same_request(
     server: Server, client: openai.OpenAI
 ):
@@ -165,6 +166,7 @@ def test_completions_take_text_or_tokens_one_or_several(server: Server, client: 
     assert streamed == [choice.text for choice in as_tokens.choices]
 
 
+@pytest.mark.slow
 def test_logprobs_are_told_with_the_most_likely_tokens(client: openai.OpenAI):
     answer = chat(
         client, temperature=0, logprobs=True, top_logprobs=3, max_tokens=6, extra_body=TOKENS
@@ -188,6 +190,7 @@ def test_logprobs_are_told_with_the_most_likely_tokens(client: openai.OpenAI):
     assert all(len(others) == 2 for others in reported.top_logprobs or [])
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_an_answer_wherever_its_tokens_begin(client: openai.OpenAI):
     # Long answers: what is sampled before the server hears of the first tokens is far from all of
     # it.
@@ -225,6 +228,7 @@ def test_penalties_and_early_stops_are_heeded(client: openai.OpenAI):
     assert len(many) > len(few)
 
 
+@pytest.mark.slow
 def test_64_clients_at_once_are_answered_as_each_alone(server: Server, client: openai.OpenAI):
     alone = {seed: texts(chat(client, seed=seed, max_tokens=16)) for seed in range(4)}
 

@@ -87,6 +87,7 @@ async def say(
     return "".join(part.choices[0].delta.content or "" for part in parts)
 
 
+@pytest.mark.slow
 def test_sessions_train_on_sampled_tokens_in_100_odd_conversations():
     rng = np.random.default_rng(0)
 

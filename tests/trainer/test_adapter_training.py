@@ -65,6 +65,7 @@ def trainer_on(mesh: Mesh, compute_dtype: Any = jnp.float32) -> Trainer:
     )
 
 
+@pytest.mark.slow
 def test_the_adapter_learns_and_the_base_stays_bit_for_bit() -> None:
     trainer = trainer_on(train_mesh())
     base = trainer._learner.base
@@ -80,6 +81,7 @@ def test_the_adapter_learns_and_the_base_stays_bit_for_bit() -> None:
     assert trainer.num_compilations == 5  # init, zeros, logprobs, accumulate, apply
 
 
+@pytest.mark.slow
 def test_what_survives_is_the_adapter_and_its_moments() -> None:
     trainer = trainer_on(train_mesh(), jnp.bfloat16)
     trainer.step(batch())
@@ -102,6 +104,7 @@ def test_what_survives_is_the_adapter_and_its_moments() -> None:
     assert dtypes["layers"]["attn_norm"] == dtypes["norm"] == "float32"
 
 
+@pytest.mark.slow
 def test_one_device_equals_four() -> None:
     mesh = train_mesh(4, tensor=2)
     alone, spread = trainer_on(train_mesh()), trainer_on(mesh)
@@ -138,6 +141,7 @@ def test_memory_counts_frozen_weights_once_and_narrow() -> None:
     )
 
 
+@pytest.mark.slow
 def test_both_factors_of_an_adapter_decay() -> None:
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5), lora.axes(ADAPTED))
     zeros = jax.tree.map(jnp.zeros_like, adapter())

@@ -111,6 +111,7 @@ def plain_trajectories(groups: Sequence[Group]) -> list[list[Trajectory]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.slow
 def test_advantages_are_those_of_one_sequence_at_a_time_on_any_devices(
     shared: Callable[[str], Trainer], variant: str
 ) -> None:
@@ -179,6 +180,7 @@ def test_cutting_into_micro_batches_and_devices_changes_no_update(
     assert all(size > 1e-4 for size in jax.tree.leaves(moved))
 
 
+@pytest.mark.slow
 def test_values_learn_a_constant_reward(
     shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +221,7 @@ def test_in_the_first_steps_only_the_critic_learns(
     assert (warm[0]["embed"] != jax.device_get(trainer.params)["embed"]).any()
 
 
+@pytest.mark.slow
 def test_policy_learning_rate_counts_from_its_first_update_after_warmup() -> None:
     optimizer = OptimizerConfig(learning_rate=1.0, warmup_fraction=0.0, schedule="linear")
     trainer = make(

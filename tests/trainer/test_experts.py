@@ -77,6 +77,7 @@ def trained(
     return trainer.step(examples[10:]).metrics, jax.device_get(trainer.params)
 
 
+@pytest.mark.slow
 def test_experts_on_eight_devices_train_as_on_one() -> None:
     alone, params = trained(8)
     spread, same = trained(2, remat="full", devices=8, fsdp=2, expert=2, tensor=2)
@@ -95,6 +96,7 @@ def test_experts_on_eight_devices_train_as_on_one() -> None:
     assert isinstance(balance, tuple) and 2 < balance[0] / balance[1] < 4
 
 
+@pytest.mark.slow
 def test_the_load_balance_loss_has_the_weight_that_is_asked_for() -> None:
     # What config.json says, unless the trainer says otherwise.
     assert trained(8)[0]["grad_norm"] != trained(8, 0.0)[0]["grad_norm"]

@@ -167,6 +167,7 @@ def shared(quick_compilation: None) -> Callable[[str], Trainer]:
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.slow
 def test_micro_batches_packing_shards_and_the_host_s_memory_change_nothing(
     name: str, shared: Callable[[str], Trainer]
 ) -> None:
@@ -222,6 +223,7 @@ def test_kl_in_the_reward_equals_the_plain_computation(shared: Callable[[str], T
     np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_kl_starts_at_zero_and_nothing_compiles_after_warm_up() -> None:
     trainer = make(reference=Reference(), teacher=Teacher(path="", weight=0.1))
     trainer.warm_up()
@@ -276,6 +278,7 @@ def answered(
     return groups
 
 
+@pytest.mark.slow
 def test_learning_from_a_teacher_alone_brings_the_student_nearer_to_it(
     shared: Callable[[str], Trainer],
 ) -> None:

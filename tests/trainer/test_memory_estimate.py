@@ -59,6 +59,7 @@ BIGGER = Policy(
         ("full", 4, 128, {"devices": 4, "tensor": 2}),
     ],
 )
+@pytest.mark.slow
 def test_the_estimate_is_near_what_xla_reports(
     remat: Remat, rows: int, row_tokens: int, mesh: dict[str, int]
 ) -> None:
@@ -74,6 +75,7 @@ def test_the_estimate_is_near_what_xla_reports(
     )
 
 
+@pytest.mark.slow
 def test_the_estimate_for_experts_is_near_what_xla_reports() -> None:
     config = TrainerConfig(rows_per_micro_batch=4, remat="none", logp_chunk_tokens=128)
     moe = MoEConfig(
@@ -97,6 +99,7 @@ def test_the_estimate_for_experts_is_near_what_xla_reports() -> None:
     assert 1 / 2 < estimate / accumulate_memory(config, experts, {}, 128).temp_size_in_bytes < 2
 
 
+@pytest.mark.slow
 def test_accumulating_gradients_makes_no_second_copy_of_them() -> None:
     # Few tokens, so that the temporaries show what there is beside activations: less than one set
     # of gradients, which are added to where they lie.

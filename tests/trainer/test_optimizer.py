@@ -41,6 +41,7 @@ def test_linear_and_cosine_fall_towards_zero() -> None:
     assert float(learning_rate(OptimizerConfig(schedule="linear"), jnp.asarray(99), 6)) == 0.0
 
 
+@pytest.mark.slow
 def test_only_matrices_decay() -> None:
     # Without gradient Adam does nothing, so that the direction is the decay alone: 0.1 times the
     # parameter.
@@ -67,6 +68,7 @@ def test_only_matrices_decay() -> None:
         assert not np.any(norm)
 
 
+@pytest.mark.slow
 def test_two_updates_equal_the_numbers_by_hand() -> None:
     # Gradient (3, 4) has norm 5 and is cut to (.6, .8); eps = .2, no decay, beta .5 and .5.
     # First: m / (1 - .5) = g, v / (1 - .5) = g², so g / (|g| + .2) = (.75, .8).

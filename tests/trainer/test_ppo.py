@@ -174,6 +174,7 @@ def plain_step(groups: Sequence[Group]) -> tuple[float, Any]:
     return loss, optax.apply_updates(weights, updates)
 
 
+@pytest.mark.slow
 def test_a_step_equals_the_plain_computation(shared: Callable[[str], Trainer]) -> None:
     trainer, groups = shared("one mini-batch"), batch()
     result = trainer.step(groups)
@@ -184,6 +185,7 @@ def test_a_step_equals_the_plain_computation(shared: Callable[[str], Trainer]) -
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS)[2:])
+@pytest.mark.slow
 def test_micro_batches_padding_and_shards_change_nothing(
     variant: str, shared: Callable[[str], Trainer]
 ) -> None:
@@ -210,6 +212,7 @@ def test_micro_batches_padding_and_shards_change_nothing(
     ],
     ids=["GSPO", "M2PO"],
 )
+@pytest.mark.slow
 def test_micro_batches_do_not_change_sequence_or_batch_means(loss: Loss, loss_mean: Mean) -> None:
     groups = batch(seed=1)
     # All of the batch in one micro-batch, and in several.
@@ -225,6 +228,7 @@ def test_micro_batches_do_not_change_sequence_or_batch_means(loss: Loss, loss_me
         assert 0.1 < mean(result, "m2po_kept_fraction") < 0.9
 
 
+@pytest.mark.slow
 def test_the_mean_over_sequences_is_the_mean_of_their_means() -> None:
     # Reinforce with everything on policy: the loss of a token is minus its advantage, and the mean
     # of centred ones is 0 by sequences. By tokens the longer, wrong answer weighs more: 6 tokens of
@@ -244,6 +248,7 @@ def test_the_mean_over_sequences_is_the_mean_of_their_means() -> None:
     assert by_mean["constant"] == pytest.approx(5 / (2 * (ROW_TOKENS - PROMPT_TOKENS)), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_for_activations_only(shared: Callable[[str], Trainer]) -> None:
     reference, groups = shared("one mini-batch"), batch(seed=15)
     expected = reference.step(groups)
@@ -501,6 +506,7 @@ def test_what_is_no_more_a_version_is_told_as_spoilt(shared: Callable[[str], Tra
         trainer.step(groups)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up() -> None:
     given = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.devices()[0]), params())
     trainer = make(given=given, num_mini_batches=2)
@@ -592,6 +598,7 @@ def test_metrics_describe_the_batch(shared: Callable[[str], Trainer]) -> None:
     [PPO(), DecoupledPPO(proximal="behave"), DecoupledPPO(proximal="interpolate")],
     ids=["PPO", "behave", "interpolate"],
 )
+@pytest.mark.slow
 def test_a_proximal_policy_at_hand_needs_no_forward_pass(
     loss: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -605,6 +612,7 @@ def test_a_proximal_policy_at_hand_needs_no_forward_pass(
     assert result.metrics["num_updates"] == 2.0
 
 
+@pytest.mark.slow
 def test_with_behave_for_the_proximal_policy_nothing_is_decoupled() -> None:
     plain, decoupled = (
         make(loss=PPO(), num_mini_batches=2),
@@ -616,6 +624,7 @@ def test_with_behave_for_the_proximal_policy_nothing_is_decoupled() -> None:
     assert_close(decoupled.params, plain.params, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_interpolation_goes_by_the_age_of_every_token() -> None:
     # Tokens of versions 1 and 3 in a step from version 3: ages 2 and 0, so that the proximal
     # log-probability lies 2/3 of the way from behave to theta, and on behave. The first update's
@@ -647,6 +656,7 @@ def test_interpolation_goes_by_the_age_of_every_token() -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_keeps_the_policy_undecided() -> None:
     # Without a reward, and hence without an advantage, there is nothing but the bonus.
     rng = np.random.default_rng(6)

@@ -86,6 +86,7 @@ BOTH = pytest.mark.parametrize("loss", [DPO(), BradleyTerry()], ids=["a policy",
 
 
 @BOTH
+@pytest.mark.slow
 def test_what_is_chosen_gains_on_what_is_rejected(loss: Preference) -> None:
     learning, unseen = trainer(loss), pairs(seed=1, count=16)
     learning.warm_up()
@@ -107,6 +108,7 @@ def test_what_is_chosen_gains_on_what_is_rejected(loss: Preference) -> None:
 
 
 @BOTH
+@pytest.mark.slow
 def test_micro_batches_devices_and_padding_change_nothing(loss: Preference) -> None:
     together, apart = trainer(loss, rows=16), trainer(loss, rows=1, row_tokens=40, devices=2)
     for way in (together, apart):
@@ -125,6 +127,7 @@ def test_micro_batches_devices_and_padding_change_nothing(loss: Preference) -> N
     )
 
 
+@pytest.mark.slow
 def test_beside_an_adapter_the_reference_is_the_base_without_it() -> None:
     policy = Policy(POLICY.config, LoRA(rank=2))
     mesh, config = (

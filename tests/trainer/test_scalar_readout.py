@@ -35,6 +35,7 @@ def squared_error(
     )
 
 
+@pytest.mark.slow
 def test_values_are_read_out_and_learnt() -> None:
     trunk = {name: leaf for name, leaf in params().items() if name != "head"}
     head = {"value": np.full((16, 1), 0.3, np.float32), "value_bias": np.full(1, 0.5, np.float32)}

@@ -44,6 +44,7 @@ def trainer(quick_compilation: None) -> SupervisedTrainer:
     return made
 
 
+@pytest.mark.slow
 def test_loss_falls_and_only_the_mask_is_learnt(trainer: SupervisedTrainer) -> None:
     data = examples()
     first = trainer.step(data)
@@ -78,6 +79,7 @@ def test_a_broken_policy_is_refused(trainer: SupervisedTrainer) -> None:
     trainer.restore(saved)
 
 
+@pytest.mark.slow
 def test_perplexity_of_a_policy_that_can_be_worked_out() -> None:
     # Layers add nothing, every embedding is all ones, and so is what the last norm makes of it: in
     # every context the logit of token 0 is 16 * ln(31) / 16 = ln 31 and that of the 31 others 0. So

@@ -68,6 +68,7 @@ def pack(trainer: Trainer, version: int = 0) -> PackedRollouts:
     return pack_rollouts(chosen, trainer.config, trainer.limits, trainer._learner)
 
 
+@pytest.mark.slow
 def test_stages_may_run_in_any_order(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     first, stages = jax.device_get(trainer.state), trainer._stages
     result = trainer.step(batch())

@@ -196,6 +196,7 @@ def test_a_version_is_never_seen_in_part():
     assert [version for version, _ in seen] == sorted({version for version, _ in seen})
 
 
+@pytest.mark.slow
 def test_publishing_does_not_wait_for_the_parameters_to_be_computed():
     meshes = meshes_of("4 + 4 devices")
     weight_channel = weight_channel_between(meshes)

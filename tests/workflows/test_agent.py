@@ -323,6 +323,7 @@ def test_agent_that_exits_fails_its_own_task_only(program: Path, name: str, rais
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+@pytest.mark.slow
 def test_agents_that_ignore_cancellation_are_killed(program: Path):
     error = failure(
         Agent(function=f"{program}:stays", timeout_s=4.0), ScriptedPolicy(), num_samples=1
@@ -356,6 +357,7 @@ def all_ended(pids: Iterable[int]) -> None:
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("name", ["blocks_at_once", "blocks_later"])
+@pytest.mark.slow
 def test_blocking_agent_is_logged_and_others_continue(
     program: Path, name: str, caplog: pytest.LogCaptureFixture
 ):
@@ -401,6 +403,7 @@ def test_agents_restart_if_another_one_blocks_their_worker(program: Path):
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.slow
 def test_agent_timeout_starts_when_it_has_a_worker(program: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agent, "MAX_WORKERS", 1)
     config = Agent(function=f"{program}:blocks_at_once", timeout_s=8.0)
@@ -423,6 +426,7 @@ def test_agent_timeout_starts_when_it_has_a_worker(program: Path, monkeypatch: p
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.slow
 def test_agent_that_kills_its_worker_fails_alone(program: Path):
     config = Agent(function=f"{program}:exits", timeout_s=60.0)
 
@@ -460,6 +464,7 @@ def test_prints_of_agents_go_to_standard_error(program: Path, capfd: pytest.Capt
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("name", ["starts_others", "starts_others_async"])
 @pytest.mark.parametrize("ends", ["timeout", "close"])
+@pytest.mark.slow
 def test_descendants_of_agents_are_killed_with_them(
     program: Path, tmp_path: Path, name: str, ends: str
 ):
@@ -538,6 +543,7 @@ def test_descendants_of_agents_are_killed_with_the_trainer(
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.slow
 def test_agent_timeouts_pause_during_pinned_evaluations(program: Path):
     config = Agent(function=f"{program}:in_a_loop", timeout_s=4.0)
 
@@ -602,6 +608,7 @@ def test_hanging_agent_times_out(program: Path):
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_hanging_command_is_killed_with_its_descendants(tmp_path: Path):
     (tmp_path / "hangs.sh").write_text(
         "sleep 600 &\necho $$ $! > pids.writing; mv pids.writing pids\nwait"

@@ -185,6 +185,7 @@ def rows(samples: list[Sample]) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.slow
 def test_both_exports_give_the_same_policy_gradient() -> None:
     def loss(
         params: Params, tokens: Array, mask: Array, behave_logp: Array, advantages: Array
