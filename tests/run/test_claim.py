@@ -144,11 +144,14 @@ def test_the_claim_of_a_killed_process_is_taken_over(
 
 def test_a_forked_child_does_not_hold_its_parents_claim(tmp_path: Path) -> None:
     folder, number = tmp_path / "run", tmp_path / "child"
-    forking = (
-        "child = os.fork()\n    os.read(os.pipe()[0], 1) if child == 0 else "
-        f"Path({str(number)!r}).write_text(str(child))"
-    )
+    # The child writes its number, which it does after it has let go of the claim.
+    write = f"Path({str(number)!r}).write_text(f'{{os.getpid()}} ')"
+    forking = f"child = os.fork()\n    ({write}, os.read(os.pipe()[0], 1)) if child == 0 else None"
     process = other_process(folder, forking)
+    deadline_s = time.monotonic() + 60
+    while not (number.exists() and number.read_text().endswith(" ")):
+        assert time.monotonic() < deadline_s, "the child wrote no number within 60 s"
+        time.sleep(0.01)
     process.kill()
     process.wait(60)
     child = int(number.read_text())
