@@ -12,12 +12,12 @@ slot for each of them, so that without staleness the longest answer keeps the ba
 
 XLA computes for both devices with a pool of two threads, and a stage that is alone uses 1.3 of
 them: each has about a core of its own. The machine must have two idle ones: where other work takes
-part of them, both stages divide what is left, and the ratios fall towards 1 or below. Tokens per
+part of them, both stages share the rest, and the ratios fall towards 1 or below. Tokens per
 second are those trained on, from step FIRST_COUNTED of a round on, the median of all rounds.
 
 The trace of each run tells what its stages took (`sim/measured.py`); the simulator is given these
 times, the same lengths and the same gate, and no other measurement. With the times of the
-synchronous run alone it foretells the others. Appends to results/async_vs_sync.jsonl and draws
+synchronous run alone it predicts the others. Appends to results/async_vs_sync.jsonl and draws
 results/async_vs_sync.png.
 
 Expected with two idle cores: at least 1.5 times at 1 and 2 times at 4, and the simulator within 15
@@ -188,7 +188,7 @@ def rounds(run_folder: Path, steps_per_round: int) -> list[dict[str, float]]:
 def simulated(
     times: StageTimes, max_staleness: int, num_steps: int, prompt_tokens: int
 ) -> dict[str, float]:
-    """What a round of the run is foretold to give, with these times."""
+    """Predict the rates of a round with these stage times."""
     workload = Workload(
         LENGTHS,
         MAX_NEW,

@@ -5,7 +5,7 @@ the memory after each.
     python benchmarks/health_under_load.py --only=n,megabytes
 
 A server is started with its defaults. /health is asked every 20 ms over a connection of its own
-while each case runs, and the median, the 99th percentile and the longest answer are told, beside
+while each case runs, and the median, the 99th percentile and the longest answer are reported, with
 the statuses with which the case was answered, its seconds, the lines it made the server log, and
 the server's resident memory before and after. Appends one line to
 benchmarks/results/health_under_load.jsonl.

@@ -7,7 +7,7 @@ Fitted, on the eight speeds of one panel of figure 4, 1.5B with a context of 32k
 their peak train devices reach, what a decode step takes beside reading memory, and what a turn
 takes from the end of one stage to the beginning of the next, which running ahead hides. In that
 panel the smallest clusters of AReaL are bound by training and the largest by decoding, and verl by
-its turns. All other panels and tables are foretold. Tried and left out: a fourth constant, for what
+its turns. All other panels and tables are predicted. Tried and left out: a fourth constant, for what
 one process does with every token of a batch (0.5 us brings the largest clusters nearer to the
 paper's by a tenth, and figure 6b further away), and figure 6a's shares of the peak by model, with
 which 32B comes out slower.

@@ -16,7 +16,7 @@ node of a job. The embedded policy trains, with every node's two CPUs taken:
                 joins again
 
 Counted are answers per second from the first step on and bytes that crossed the network; for `cut`
-the seconds from the cut until a loss was told, with the steps made meanwhile, and those from the
+the seconds from the cut until a death was reported, with the steps made meanwhile, and those from the
 node's return until the next step, and what was lost, which is what happened to lie on the second
 node. Checks what `worker_deaths.py` checks: no task is lost or trained on twice, no token is too
 old. Appends to results/two_nodes.jsonl, in about 9 minutes.

@@ -4,8 +4,8 @@
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
-The embedded policy answers; if that is wrong it is told so, and answers again. A conversation is
-one sample, in which what the policy said is trained on and what it was told is context. One that is
+The embedded policy answers; after a wrong answer it reads the feedback and answers again. A conversation is
+one sample, in which sampled tokens are trained on and feedback is context. One that is
 right at the second attempt is worth nine tenths of the way from `rewards.wrong` to
 `rewards.correct`. pass@1 counts the conversations that end well: on 256 held-out problems it rises
 from 30 % to 49 %, in 150 seconds of processor time.
@@ -31,7 +31,7 @@ experiment = chz.replace(
     workflow=MultiTurn(
         max_turns=2, turn_discount=0.9, feedback="That is not the answer. Find another."
     ),
-    # The longest first turn with its problem has 119 tokens, what it is told 20.
+    # The longest first turn with its problem has 119 tokens, the feedback 20.
     engine=chz.replace(aime.engine, max_prompt_tokens=160),
     # What a conversation's second turn is like is new to the policy: smaller steps keep it from
     # straying there.

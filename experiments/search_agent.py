@@ -7,7 +7,7 @@
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
 The questions are about 1800 made-up facts, "In hall 27, box 72 has 361 pens." The policy of the
-first command writes `<search>QUERY</search>`, is told the best passage, and answers with the number
+first command writes `<search>QUERY</search>`, reads the best passage, and answers with the number
 in it; its queries leave out now this, now that. Training teaches it to search with all that the
 question says, on facts that it was never asked for: pass@1 on 256 of these rises from 13 % to 54 %
 within 5 steps and to 71 % after all 20. Processor time: 60 seconds for the first command, 110 for

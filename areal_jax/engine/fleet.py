@@ -56,11 +56,8 @@ class Fleet:
     def describe_wait(self) -> str:
         """Describe the load of each engine."""
         return "; ".join(
-            (
-                f"engine {number} has version {loop.version}, {self._router.load(number)} "
-                "samples to "
-                "decode"
-            )
+            f"engine {number} has version {loop.version}, {self._router.load(number)} samples to "
+            "decode"
             for number, loop in enumerate(self._loops)
         )
 

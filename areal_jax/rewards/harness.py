@@ -492,7 +492,7 @@ def test(job: dict, wire: Wire) -> int:
         if error in asking.failures:
             return CRASHED
         return BROKEN if not asking.num_asked or is_tests_fault(error, job) else WRONG
-    # What the tests have caught is theirs to grader, but for a program that is no more.
+    # Tests decide on what they have caught, unless the program has ended.
     failed = next(
         (failure for failure in asking.failures if isinstance(failure, ProgramFailed)), None
     )

@@ -62,7 +62,7 @@ ENVIRONMENT = {
 
 
 class SandboxUnavailable(RuntimeError):
-    """The isolation that the settings ask for cannot be had on this machine."""
+    """The isolation in the settings is not available on this machine."""
 
 
 class Ended(NamedTuple):
@@ -108,7 +108,7 @@ class Job:
         return bool(chunk)
 
     def drain(self) -> None:
-        """Read what is left in the pipes."""
+        """Read the rest of the pipes."""
         for file in self.open_files.copy():
             while not self.has_too_much and file in self.open_files and self.read(file):
                 pass

@@ -349,13 +349,12 @@ class RewardService:
             own graders any.
             tools: what can be used besides.
             logs_failures: false where whoever asks logs them.
-        ConfigError where nobody can grader these.
+        ConfigError where there is no grader for these.
         """
         if config.function is None and (unknown := set(kinds) - set(KINDS)):
             raise ConfigError(
                 f"no grader for tasks of kind {', '.join(sorted(unknown))}; set "
-                "rewards.function "
-                "to one of yours"
+                "rewards.function to one of yours"
             )
         self.config, self.tools, self._kinds = config, tools, kinds
         self.grades = Counter[ResultKind]()
@@ -370,7 +369,7 @@ class RewardService:
         self.num_set_aside = 0
         """Answers that made way for others because they took long."""
         self._nursery = Nursery(config, kinds, tools)
-        # Workers that grader nothing now; the last one put is the first taken, so that few
+        # Idle workers; the last one put is the first taken, so that few
         # processes stay warm.
         self._idle = list[Worker]()
         # A place for each answer being graded, given in order of asking. An answer that takes long

@@ -83,7 +83,7 @@ class Backend(Protocol):
     async def generate(
         self, prompt: Prompt, generation_params: GenerationParams, on_progress: OnProgress | None
     ) -> list[Completion]:
-        """As many answers as are wished for. InvalidRequest where they can never be sampled."""
+        """Return the requested completions; InvalidRequest where no retry can give them."""
         ...
 
     def reported(self, prompt: Prompt, chat: Chat | None, parts: Sequence[Part]) -> None:
@@ -369,7 +369,7 @@ class App:
             except ConnectionError:
                 raise  # the client has left
             except Exception as error:
-                # The status is sent; what is left is to tell of the failure in the stream, and to
+                # The status is sent: report the failure in the stream, and
                 # end it.
                 refused = self._refusal(first_error(error))
                 logger.warning("a stream broke off: %s", error, exc_info=refused.status == 500)
@@ -425,7 +425,7 @@ class Answering:
         # it, put when all is sampled.
         self._news = asyncio.Queue[Part | None]()
         self.reported: Sequence[Part] = ()
-        """The whole answers, once they are."""
+        """Return the complete answers."""
 
     async def whole(self) -> Sequence[Part]:
         """All answers, each in one part."""
@@ -479,7 +479,7 @@ class Answering:
         return follow
 
     async def _end(self, completions: Sequence[Completion]) -> list[Part]:
-        """Report the whole answers to the source; returns what is left to be sent of each
+        """Report the complete answers to the backend; return the unsent rest of each
         choice."""
         num_tokens = sum(len(completion.tokens) for completion in completions)
         whole, rest = await self._in_thread(num_tokens, lambda: self._decoded(completions))
@@ -490,7 +490,7 @@ class Answering:
         return rest
 
     def _decoded(self, completions: Sequence[Completion]) -> tuple[list[Part], list[Part]]:
-        """The whole answers, and of each what is not sent yet."""
+        """Return the complete answers, and the unsent rest of each."""
         whole, rest = list[Part](), list[Part]()
         for index, (detokenizer, completion) in enumerate(
             zip(self._detokenizers, completions, strict=True)

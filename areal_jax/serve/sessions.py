@@ -37,7 +37,7 @@ MODEL = "policy"
 
 HOST = "127.0.0.1"
 
-# Asked for, it could not be had: what is trained is sampled as the run draws everything.
+# Refused: the run's own sampling settings apply to everything that is trained on.
 _REFUSED = {"num_top_logprobs": "top_logprobs", "min_new_tokens": "min_tokens"}
 
 

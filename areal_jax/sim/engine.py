@@ -481,7 +481,7 @@ class Fleet:
         ]
 
     def _completion(self, stamps: Sequence[tuple[int, int]], stop_reason: StopReason) -> Completion:
-        """One entry for every tokens_per_entry tokens, and for what is left over."""
+        """Return one entry per tokens_per_entry tokens, rounded up."""
         size, ends, total = self.behavior.tokens_per_entry, [], 0
         for _, tokens in stamps:
             total += tokens

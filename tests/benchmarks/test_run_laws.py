@@ -70,7 +70,7 @@ def broken(folder: Path, corrupt: Callable[[Rows, Rows], object]) -> list[str]:
         ),
     ],
 )
-def test_a_law_that_is_broken_is_told(
+def test_a_broken_law_is_reported(
     tmp_path: Path, corrupt: Callable[[Rows, Rows], object], laws: list[str]
 ) -> None:
     found = broken(tmp_path, corrupt)

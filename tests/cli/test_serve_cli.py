@@ -89,7 +89,7 @@ def test_a_signal_ends_it_while_it_loads(
 
 
 @pytest.mark.slow
-def test_it_answers_until_it_is_told_to_end(of_a_command: dict[str, str]):
+def test_it_answers_until_a_signal(of_a_command: dict[str, str]):
     given = [
         "port=0",
         "engine.num_slots=1",

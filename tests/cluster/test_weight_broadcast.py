@@ -189,7 +189,7 @@ def test_version_that_engines_cannot_pull_is_published_again(
         hosts.is_stepping = True
         offers.skip(1)
         await turns()
-        # The next version is on its way, and this one cannot be had any more.
+        # The next version is in transit, and this one is no longer available.
         assert hosts.published == [1]
         hosts.is_stepping = False
         offers.skip(1)

@@ -180,7 +180,7 @@ def test_a_snapshot_holds_the_requests_of_all_engines() -> None:
     run(main)
 
 
-def test_beginnings_are_told_apart_by_all_their_blocks() -> None:
+def test_prefixes_differ_by_any_of_their_blocks() -> None:
     tokens = np.arange(3 * BLOCK_TOKENS, dtype=np.int32)
     other = tokens.copy()
     other[0] = 7

@@ -249,7 +249,7 @@ def test_a_uniform_number_depends_on_seed_sample_and_position_alone():
     assert float(alone[0, 0]) == table[2, 3]
 
 
-def test_of_a_vocabulary_that_has_fewer_all_are_told():
+def test_a_small_vocabulary_is_reported_completely():
     tokens, logp = sampling.most_likely(jnp.asarray(log(0.2, 0.5, 0.3)), jnp.ones(1), 5)
     assert tokens[0, :3].tolist() == [1, 2, 0]
     np.testing.assert_allclose(np.exp(logp[0]), [0.5, 0.3, 0.2, 0, 0], rtol=1e-6)

@@ -217,7 +217,7 @@ def test_following_an_answer_reads_each_token_once_more(monkeypatch: pytest.Monk
     assert sorted(read) == [4] * 12 + [20] * 3
 
 
-def test_a_sample_that_is_told_to_end_ends_and_the_others_do_not():
+def test_ending_one_sample_leaves_the_others_running():
     follower, shelf = Follower({1: 6}), Shelf(engine(), (0, 0, 0))
     # Before the fourth dispatch, when 8 tokens were reported: a late reader is not
     # overtaken by the end.

@@ -29,7 +29,7 @@ from pathlib import Path
 print("graders may print")
 
 def grader(task, answer):
-    """The answer says what happens to the one who graders it."""
+    """The answer says what happens to the one who grades it."""
     print("grading", answer)
     word, _, rest = answer.partition(" ")
     if word == "hang":

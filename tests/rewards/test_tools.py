@@ -122,7 +122,7 @@ def test_a_program_is_run_in_a_sandbox_and_killed_when_it_hangs() -> None:
     assert time.perf_counter() - began_s < 60
 
 
-def test_a_tool_beyond_its_time_is_killed_and_the_policy_told(tmp_path: Path) -> None:
+def test_a_late_tool_is_killed_and_reported_to_the_policy(tmp_path: Path) -> None:
     async def main() -> ToolResult:
         async with service("python", timeout_s=1.0) as grader:
             return await grader.use(

@@ -55,7 +55,7 @@ def test_templates_that_render_tools_are_detected(tokenizer: HFTokenizer):
     assert not TOKENIZER.can_render_tools
 
 
-def test_tools_are_told_to_the_policy_and_its_calls_to_the_client(tokenizer: HFTokenizer):
+def test_tools_reach_the_policy_and_calls_reach_the_client(tokenizer: HFTokenizer):
     said = 'I look.\n<tool_call>\n{"name": "find", "arguments": {"what": "é"}}\n</tool_call>'
     engine = Scripted([said] * 2 + ["done"])
 
@@ -229,7 +229,7 @@ def test_without_tools_a_call_is_text(tokenizer: HFTokenizer):
         assert (message.content, message.tool_calls) == (said, None)
 
 
-def test_one_request_too_many_is_told_to_come_again():
+def test_one_request_too_many_gets_retry_after():
     engine = Scripted(hangs=True)
 
     async def main() -> None:
@@ -274,7 +274,7 @@ def test_an_answer_that_takes_too_long_is_broken_off(stream: bool):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_an_engine_that_stopped_is_told_and_health_says_so():
+def test_a_stopped_engine_is_reported_by_responses_and_health():
     async def main() -> None:
         async with served(Scripted(error=EngineStopped("the engine has died"))) as (app, client):
             with pytest.raises(openai.InternalServerError, match="the engine has died") as failed:

@@ -167,7 +167,7 @@ def test_completions_take_text_or_tokens_one_or_several(server: Server, client: 
 
 
 @pytest.mark.slow
-def test_logprobs_are_told_with_the_most_likely_tokens(client: openai.OpenAI):
+def test_logprobs_come_with_the_most_likely_tokens(client: openai.OpenAI):
     answer = chat(
         client, temperature=0, logprobs=True, top_logprobs=3, max_tokens=6, extra_body=TOKENS
     )
@@ -399,7 +399,7 @@ def test_the_wrong_token_opens_nothing(server: Server):
             untrusted.models.list()
 
 
-def test_health_is_told_to_everyone(server: Server):
+def test_health_needs_no_token(server: Server):
     with urllib.request.urlopen(f"{server.url}/health", timeout=30) as answer:
         assert json.load(answer) == {"status": "ok"}
 

@@ -329,7 +329,7 @@ def test_gae_and_a_critic_go_together(advantages: Advantages, has_critic: bool) 
         make(advantages=advantages, has_critic=has_critic)
 
 
-def test_a_critic_is_counted_in_the_memory_that_is_foretold() -> None:
+def test_memory_estimates_include_the_critic() -> None:
     alone = predicted_bytes(CONFIG, POLICY, train_mesh(), jnp.float32, row_tokens=ROW_TOKENS)
     both = predicted_bytes(
         CONFIG, POLICY, train_mesh(), jnp.float32, row_tokens=ROW_TOKENS, critic=SCALAR

@@ -479,7 +479,7 @@ def test_a_loss_that_is_not_finite_is_refused_and_harms_nothing(
     assert trainer.version == 2
 
 
-def test_what_is_no_more_a_version_is_told_as_spoilt(shared: Callable[[str], Trainer]) -> None:
+def test_a_partly_applied_step_is_reported_as_corrupted(shared: Callable[[str], Trainer]) -> None:
     trainer, rng = shared("two mini-batches"), np.random.default_rng(12)
     # The longest group is dealt to the first mini-batch, the other to the second.
     groups = [
