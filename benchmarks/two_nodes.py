@@ -207,8 +207,7 @@ def wait(process: subprocess.Popen[bytes], what: str, holds: Callable[[], bool])
     while not holds():
         if process.poll() is not None or time.monotonic() - began_s > TIMEOUT_S:
             raise SystemExit(
-                f"waited {time.monotonic() - began_s:.0f} s for {what}; the run's exit "
-                "status is "
+                f"waited {time.monotonic() - began_s:.0f} s for {what}; the run's exit status is "
                 f"{process.poll()}"
             )
         time.sleep(0.2)

@@ -238,8 +238,7 @@ def require_fit(config: Ray, accelerator: str, has: Sequence[Amounts]) -> None:
         "the Ray cluster is too small for "
         f"{', '.join(pluralize(count, kind) for kind, count in counts.items())}: {shortage}; lower "
         "launch.trainer_hosts, launch.trainer_devices, launch.rollout_engines, "
-        "launch.engine_devices, launch.reward_workers or "
-        "launch.cpus_per_process"
+        "launch.engine_devices, launch.reward_workers or launch.cpus_per_process"
     )
 
 

@@ -52,8 +52,7 @@ def _one_split(experiment: AnyExperiment) -> Iterator[str]:
     if share is not None and (rollout is not None or (share == "auto" and train is not None)):
         yield (
             f"placement.rollout_share={share} with placement.rollout_devices={as_text(rollout)} "
-            "and placement.train_devices="
-            f"{as_text(train)}: both split the devices; set one of them"
+            f"and placement.train_devices={as_text(train)}: both split the devices; set one of them"
         )
     if share == "auto" and not isinstance(experiment, Experiment):
         yield (
@@ -78,8 +77,7 @@ def _success_rates(experiment: Experiment) -> Iterator[str]:
         if above >= below:
             yield (
                 f"{name}.success_rate_above={above} and {name}.success_rate_below={below}: "
-                "expected the first below the second; "
-                "lower the first or raise the second"
+                "expected the first below the second; lower the first or raise the second"
             )
 
 

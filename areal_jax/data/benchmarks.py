@@ -50,9 +50,8 @@ def find_benchmark(data: str) -> Files | Hub:
     ):
         return Hub(name=data, split="test")
     raise FileNotFoundError(
-        f"data={data}: expected an existing file or folder, a benchmark "
-        f"({', '.join(BENCHMARKS)}), or a data set of the hub "
-        f"such as openai/gsm8k/main (working directory: {Path.cwd()})"
+        f"data={data}: expected an existing file or folder, a benchmark ({', '.join(BENCHMARKS)}), "
+        f"or a data set of the hub such as openai/gsm8k/main (working directory: {Path.cwd()})"
     )
 
 

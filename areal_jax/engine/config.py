@@ -23,9 +23,8 @@ class EngineConfig:
         validator=NOT_NEGATIVE,
         default=0,
         doc="longest prompt, in tokens, later turns of a conversation included; a task with a "
-        "longer one is skipped and "
-        "counted. 0: what tasks and workflow need, found when the run is planned and written to "
-        "config.json",
+        "longer one is skipped and counted. 0: what tasks and workflow need, found when the run "
+        "is planned and written to config.json",
     )
     max_new_tokens: int = chz.field(
         validator=POSITIVE,
@@ -68,8 +67,7 @@ class EngineConfig:
     on_update: Literal["recompute", "keep"] = chz.field(
         default="recompute",
         doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept "
-        "(cheaper, drifts); sequences that "
-        "begin later find nothing of older weights",
+        "(cheaper, drifts); sequences that begin later find nothing of older weights",
     )
     temperature: float = chz.field(
         validator=NOT_NEGATIVE, default=1.0, doc="1: the policy itself; 0: the most likely token"

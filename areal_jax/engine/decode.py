@@ -844,8 +844,7 @@ def too_long(engine: DecodeEngine, setting: str) -> Iterator[str]:
     if engine.max_tokens > positions:
         yield (
             f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer "
-            "than the "
-            f"{positions} positions that {setting} was made for; lower either"
+            f"than the {positions} positions that {setting} was made for; lower either"
         )
 
 

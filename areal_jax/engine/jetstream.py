@@ -105,15 +105,13 @@ class JetStreamEngine(engine_api.Engine):
         if config.max_prompt_tokens < SHORTEST_PREFILL:
             raise ValueError(
                 f"expected engine.max_prompt_tokens of at least {SHORTEST_PREFILL}, came "
-                f"{config.max_prompt_tokens}: JetStream "
-                "pads every prompt to so many"
+                f"{config.max_prompt_tokens}: JetStream pads every prompt to so many"
             )
         self._mode = sampling_mode(sampling)
         if self._mode == SamplingMode.SHAPED:
             raise ValueError(
-                "expected a sampling without penalties, min_new_tokens and num_top_logprobs, "
-                "which look at the tokens sampled "
-                f"before; JetStream's state holds none. Came {sampling}"
+                "expected a sampling without penalties, min_new_tokens and num_top_logprobs, which "
+                f"look at the tokens sampled before; JetStream's state holds none. Came {sampling}"
             )
         self._engine, self._params, self._tokenizer, self._sampling, self._seed = (
             engine,

@@ -102,11 +102,10 @@ class RequestTracker:
             request = group.request
             num_finished = sum(each.state is SequenceState.FINISHED for each in group.sequences)
             error = TimeoutError(
-                f"request {request.id!r} was not answered within engine.request_timeout_s="
-                f"{self._config.request_timeout_s}: {num_finished} of {request.num_samples} "
-                "samples "
-                f"are finished; it needs weights of version {request.min_version} or newer, "
-                f"the engine has version {version}"
+                f"request {request.id!r} was not answered within "
+                f"engine.request_timeout_s={self._config.request_timeout_s}: {num_finished} of "
+                f"{request.num_samples} samples are finished; it needs weights of version "
+                f"{request.min_version} or newer, the engine has version {version}"
             )
             self._fail(group, error)
 

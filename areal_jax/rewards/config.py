@@ -16,16 +16,14 @@ class SandboxConfig:
     isolation: Literal["bubblewrap", "limits"] = chz.field(
         default="bubblewrap",
         doc="bubblewrap: namespaces of their own for processes, network and files, the system "
-        "read-only; limits: limits of "
-        "memory, processes, files and time only, which keep no hostile program from your files "
-        "and your network",
+        "read-only; limits: limits of memory, processes, files and time only, which keep no "
+        "hostile program from your files and your network",
     )
     test_timeout_s: float = chz.field(
         validator=POSITIVE,
         default=6.0,
         doc="time limit of one test, in seconds: a run of the program on one input, a call of "
-        "its function with one set of "
-        "arguments, or a block of asserts",
+        "its function with one set of arguments, or a block of asserts",
     )
     total_timeout_s: float = chz.field(
         validator=POSITIVE,
@@ -39,8 +37,7 @@ class SandboxConfig:
         validator=POSITIVE,
         default=1 << 30,
         doc="address space of each process, and memory of all of one program together with its "
-        "files in /tmp and /dev/shm and "
-        "its socket buffers, in bytes",
+        "files in /tmp and /dev/shm and its socket buffers, in bytes",
     )
     max_processes: int = chz.field(
         validator=POSITIVE, default=32, doc="processes and threads of one program"
@@ -69,15 +66,13 @@ class RewardConfig:
         validator=POSITIVE,
         default=10.0,
         doc="a grade not reached by then is `timeout`, and the process is killed with its "
-        "children; for programs see "
-        "sandbox.total_timeout_s",
+        "children; for programs see sandbox.total_timeout_s",
     )
     patience_s: float = chz.field(
         validator=POSITIVE,
         default=1.0,
         doc="an answer graded for longer makes way for another, and goes on with what the others "
-        "leave of the processors; not "
-        "programs, which have sandbox.test_timeout_s",
+        "leave of the processors; not programs, which have sandbox.test_timeout_s",
     )
     correct: float = chz.field(validator=ANY_NUMBER, default=5.0, doc="reward of a correct answer")
     wrong: float = chz.field(validator=ANY_NUMBER, default=-5.0, doc="reward of any other answer")
@@ -103,9 +98,8 @@ class RewardConfig:
     scale: Literal["unit", "raw"] = chz.field(
         default="unit",
         doc="what rewards.function (or an agent) returns; unit: a bool, or a number from 0 to 1 "
-        "that is mapped to wrong ... "
-        "correct; raw: the reward itself, any finite number, for which there is no pass@1 but a "
-        "mean reward",
+        "that is mapped to wrong ... correct; raw: the reward itself, any finite number, for "
+        "which there is no pass@1 but a mean reward",
     )
     max_consecutive_failures: int = chz.field(
         validator=POSITIVE,

@@ -83,10 +83,8 @@ def _warnings_of_function(
     task, result = references[0]
     return [
         f"rewards.function={config.function} returns {result.score} for an empty answer to task "
-        f"{task.id} and the same for "
-        f"its reference answer {task.answer[:100]!r}, plain and in \\boxed{{}}; if it compares "
-        "answers, check what form it "
-        "expects"
+        f"{task.id} and the same for its reference answer {task.answer[:100]!r}, plain and in "
+        "\\boxed{}; if it compares answers, check what form it expects"
     ]
 
 
@@ -103,9 +101,8 @@ def _warnings_of_verifier(
     if bad and len(bad) == len(references) and must_grade:
         raise ConfigError(
             f"none of the reference answers of {len(bad)} rows is graded correct in \\boxed{{}} "
-            f"({reported}); expected answers "
-            "that the verifier can read: set the source's answer_field, or rewards.function to a "
-            "function of yours"
+            f"({reported}); expected answers that the verifier can read: set the source's "
+            "answer_field, or rewards.function to a function of yours"
         )
     return (
         [

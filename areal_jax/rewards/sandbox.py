@@ -345,9 +345,8 @@ def find_sandbox_command(config: SandboxConfig) -> str | None:
     if platform.machine() not in MACHINES:
         raise SandboxUnavailable(
             "rewards.sandbox.isolation=bubblewrap knows the system calls of "
-            f"{' and '.join(MACHINES)}, this is "
-            f"{platform.machine()}; rewards.sandbox.isolation=limits runs programs without "
-            "isolation"
+            f"{' and '.join(MACHINES)}, this is {platform.machine()}; "
+            "rewards.sandbox.isolation=limits runs programs without isolation"
         )
     tried = list[str]()
     for bwrap in _bwraps():
@@ -368,8 +367,7 @@ def find_sandbox_command(config: SandboxConfig) -> str | None:
     why = "; ".join(tried) or "no bwrap was found"
     help = (
         "it needs user namespaces, or root with CAP_SYS_ADMIN: sysctl "
-        "user.max_user_namespaces=10000, or a container started "
-        "with --privileged"
+        "user.max_user_namespaces=10000, or a container started with --privileged"
         if tried
         else f"install it: {INSTALL}"
     )

@@ -404,9 +404,8 @@ class RewardService:
         """The same, without a trace in counts and log."""
         if task.kind not in self._kinds and self.config.function is None:
             raise ValueError(
-                f"task {task.id}: no grader for tasks of kind {task.kind!r}, this service "
-                f"graders {', '.join(self._kinds)}; "
-                "set rewards.function to one of yours"
+                f"task {task.id}: no grader for tasks of kind {task.kind!r}, this service graders "
+                f"{', '.join(self._kinds)}; set rewards.function to one of yours"
             )
         # Programs have limits of their own, and so much to do that more of them at a time would
         # only make all late.

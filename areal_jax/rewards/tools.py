@@ -102,8 +102,7 @@ def _search(documents: str | None, num_results: int) -> Use:
 
     if documents is None:
         raise ValueError(
-            "search has nothing to look in: set workflow.tools.documents to a file or folder "
-            "of "
+            "search has nothing to look in: set workflow.tools.documents to a file or folder of "
             "yours"
         )
     index = Index(read_passages(Path(documents).expanduser()) if documents != "facts" else _facts())

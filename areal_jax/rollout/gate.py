@@ -150,11 +150,9 @@ class Gate:
         )
         return (
             f"gate at version {self._version} (max_staleness "
-            f"{_format_bound(self.max_staleness)}{of_kinds}, "
-            f"{self.groups_per_batch} groups per batch): "
-            f"{self.running} of at most {self.max_running} running, {self.accepted} accepted, "
-            f"{self.rejected} rejected, "
-            f"{self.capacity()} may start"
+            f"{_format_bound(self.max_staleness)}{of_kinds}, {self.groups_per_batch} groups per "
+            f"batch): {self.running} of at most {self.max_running} running, {self.accepted} "
+            f"accepted, {self.rejected} rejected, {self.capacity()} may start"
         )
 
 

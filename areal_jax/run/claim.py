@@ -133,8 +133,7 @@ class Claim:
             if waited_s > WRITERS_TIMEOUT_S:
                 raise FolderInUse(
                     f"{self.folder}: processes of an earlier run still write there after "
-                    f"{WRITERS_TIMEOUT_S:g} s "
-                    f"({_writers(path)}); end them, then resume"
+                    f"{WRITERS_TIMEOUT_S:g} s ({_writers(path)}); end them, then resume"
                 )
             if waited_s > 1.0 and not is_reported:
                 is_reported = True

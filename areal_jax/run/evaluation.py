@@ -370,9 +370,8 @@ def run(
                 error for error in failures.values() if not isinstance(error, InvalidRequest)
             ]:
                 raise Unanswered(
-                    f"{len(again)} of {len(tasks)} problems failed, {results.treatment}, the "
-                    f"last: {again[-1]}; "
-                    "the same command tries them again"
+                    f"{len(again)} of {len(tasks)} problems failed, {results.treatment}, the last: "
+                    f"{again[-1]}; the same command tries them again"
                 )
 
 

@@ -70,8 +70,7 @@ class ServeConfig:
     model: str = chz.field(
         default="embedded",
         doc="'embedded' (the tiny policy inside the package), a Hugging Face folder, a hub name, "
-        "a run folder (its newest "
-        "checkpoint), RUN/checkpoints/VERSION, or a PEFT folder",
+        "a run folder (its newest checkpoint), RUN/checkpoints/VERSION, or a PEFT folder",
     )
     base: str | None = chz.field(
         default=None,

@@ -95,23 +95,20 @@ class ClusterPlan:
             (
                 "split",
                 f"{best.rollout_devices} decode in {best.rollout_devices // tensor} engines of "
-                f"{tensor}, "
-                f"{best.train_devices} train",
+                f"{tensor}, {best.train_devices} train",
             ),
             (
                 "memory",
                 (
-                    f"{engine.kv_tokens:,} tokens of KV caches an engine; {trainer / 1e9:,.1f} "
-                    "GB of "
-                    "state a train device"
+                    f"{engine.kv_tokens:,} tokens of KV caches an engine; {trainer / 1e9:,.1f} GB "
+                    "of state a train device"
                 ),
             ),
             (
                 "speed",
                 (
                     f"{best.tokens_per_s:,.0f} tokens trained per second, "
-                    f"{best.outcome.step_s:,.0f} "
-                    "s a step"
+                    f"{best.outcome.step_s:,.0f} s a step"
                 ),
             ),
             ("time", f"{self.hours:,.1f} hours for {question.steps} steps"),
@@ -119,9 +116,8 @@ class ClusterPlan:
             (
                 "staleness",
                 (
-                    f"{best.outcome.staleness:.1f} versions on average, "
-                    f"{best.outcome.masked:.1%} of "
-                    "tokens too old"
+                    f"{best.outcome.staleness:.1f} versions on average, {best.outcome.masked:.1%} "
+                    "of tokens too old"
                 ),
             ),
             (
@@ -210,28 +206,25 @@ def impossible(question: ClusterQuestion, model: ModelConfig) -> Iterator[str]:
         yield (
             f"an engine of {tensor} x {question.device} ({size:,.0f} GB) cannot hold model={name}: "
             f"weights of {engine.weight_bytes / 1e9:,.1f} GB leave room for "
-            f"{max(0, engine.kv_tokens):,} tokens of KV caches, "
-            f"a sequence of context={question.context} needs as many; at most {device.per_host} "
-            "devices are near enough to be "
-            "one engine"
+            f"{max(0, engine.kv_tokens):,} tokens of KV caches, a sequence of "
+            f"context={question.context} needs as many; at most {device.per_host} devices are near "
+            "enough to be one engine"
         )
         return
     need, rollout = trainer_size(model, device), question.rollout_devices
     if rollout is not None and not tensor <= rollout < question.devices:
         yield (
             f"rollout_devices={rollout} of devices={question.devices}: expected at least the "
-            f"{tensor} of an engine, "
-            "and some left to train"
+            f"{tensor} of an engine, and some left to train"
         )
     elif rollout is not None and rollout % tensor:
         yield f"rollout_devices={rollout} does not divide into engines of {tensor} devices"
     elif question.devices - (rollout or tensor) < need:
         state = BYTES_PER_TRAINED_WEIGHT * model.num_params / 1e9
         yield (
-            f"devices={question.devices} are too few for model={name}: {rollout or tensor} "
-            "decode, and training needs at least "
-            f"{need} x {question.device} for {state:,.0f} GB of parameters, gradients and "
-            "moments beside activations"
+            f"devices={question.devices} are too few for model={name}: {rollout or tensor} decode, "
+            f"and training needs at least {need} x {question.device} for {state:,.0f} GB of "
+            "parameters, gradients and moments beside activations"
         )
 
 

@@ -90,8 +90,7 @@ def critic_values(packed: PackedRollouts, critic: Learner) -> Contribution:
     if not all(np.isfinite(values).all() for values in by_place.values()):
         raise CorruptedState(
             f"step {packed.batch.version}: the critic's values are not finite: it has diverged. "
-            "Lower trainer.critic.optimizer.learning_rate or "
-            "trainer.critic.optimizer.max_grad_norm"
+            "Lower trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
         )
     return Contribution(values=CriticValues(by_place, columns))
 

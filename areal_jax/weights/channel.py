@@ -169,8 +169,7 @@ class LatestWins(Generic[Sent, Arrived]):
                 has = "none" if newest is None else f"version {newest[0]}"
                 raise TimeoutError(
                     f"waited {timeout_s} s for weights of version {at_least} or newer; "
-                    f"{self._name} has {has}, "
-                    f"the last one published is {self._last_version}"
+                    f"{self._name} has {has}, the last one published is {self._last_version}"
                     + (self._last_error_text and f"; {self._last_error_text}")
                 )
             return newest[1]

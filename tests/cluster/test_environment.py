@@ -75,10 +75,9 @@ def test_prepare_refuses_when_jax_was_imported_with_other_flags() -> None:
 
 def test_jax_sees_the_simulated_devices() -> None:
     code = (
-        "from areal_jax.cluster.environment import prepare\nfrom areal_jax.parallel.config "
-        "import PlacementConfig\n"
-        "prepare(PlacementConfig(simulated_devices=3))\n"
-        "import jax\nassert len(jax.devices()) == 3, jax.devices()"
+        "from areal_jax.cluster.environment import prepare\nfrom areal_jax.parallel.config import "
+        "PlacementConfig\nprepare(PlacementConfig(simulated_devices=3))\nimport jax\nassert "
+        "len(jax.devices()) == 3, jax.devices()"
     )
     env = {
         name: value

@@ -104,10 +104,9 @@ def test_worker_death_at_start_ends_the_run_with_one_line(
     # The file of the experiment is imported by the command and by every worker.
     own, run = tmp_path / "own.py", tmp_path / "run"
     own.write_text(
-        "import os, sys\n"
-        "from areal_jax.config.load import load_experiment\n"
-        "if sys.argv[0].endswith('default_worker.py'): os._exit(3)\n"
-        "experiment = load_experiment('aime', ['launch=ray', 'launch.attempts=0'])\n"
+        "import os, sys\nfrom areal_jax.config.load import load_experiment\nif "
+        "sys.argv[0].endswith('default_worker.py'): os._exit(3)\nexperiment = "
+        "load_experiment('aime', ['launch=ray', 'launch.attempts=0'])\n"
     )
     run.mkdir()
     write_config(load_experiment(str(own)), run / "config.json")

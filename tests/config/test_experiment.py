@@ -567,11 +567,9 @@ def test_a_file_may_bring_its_own_class_of_tasks(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "from __future__ import annotations\nimport chz\nfrom areal_jax.config.experiment import "
-        "Experiment\n"
-        "from areal_jax.data.config import TaskSource\n"
-        "@chz.chz\nclass Riddles(TaskSource):\n    'My own.'\n    depth: int = "
-        "chz.field(default=1, doc='how deep')\n"
-        "experiment = Experiment(name='mine', num_steps=1, tasks=Riddles())\n"
+        "Experiment\nfrom areal_jax.data.config import TaskSource\n@chz.chz\nclass "
+        "Riddles(TaskSource):\n    'My own.'\n    depth: int = chz.field(default=1, doc='how "
+        "deep')\nexperiment = Experiment(name='mine', num_steps=1, tasks=Riddles())\n"
     )
     experiment = load_experiment(str(path), ["tasks.depth=4"])
     assert isinstance(experiment, Experiment)
@@ -671,9 +669,8 @@ def in_fresh_python(code: str) -> None:
 def test_configuration_does_not_import_jax() -> None:
     in_fresh_python(
         "import sys, areal_jax, areal_jax.config.load, areal_jax.records, "
-        "areal_jax.cluster.environment\n"
-        "[areal_jax.load_experiment(name) for name in areal_jax.config.load.experiment_names()]\n"
-        "assert 'jax' not in sys.modules"
+        "areal_jax.cluster.environment\n[areal_jax.load_experiment(name) for name in "
+        "areal_jax.config.load.experiment_names()]\nassert 'jax' not in sys.modules"
     )
 
 
@@ -690,7 +687,6 @@ def test_public_names_are_what_they_are_where_they_are_defined() -> None:
 
 def test_the_public_loss_claims_no_device() -> None:
     in_fresh_python(
-        "from areal_jax import decoupled_ppo_loss\n"
-        "from jax._src import xla_bridge\n"
-        "assert callable(decoupled_ppo_loss) and not xla_bridge.backends_are_initialized()"
+        "from areal_jax import decoupled_ppo_loss\nfrom jax._src import xla_bridge\nassert "
+        "callable(decoupled_ppo_loss) and not xla_bridge.backends_are_initialized()"
     )

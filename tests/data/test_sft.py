@@ -297,9 +297,8 @@ def test_template_refusals_are_skipped_rows(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / name, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') "
-        "}}{% endif %}{{ m['content'] }}"
-        "{% endfor %}"
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% "
+        "endif %}{{ m['content'] }}{% endfor %}"
     )
     source = write(tmp_path / "chat.jsonl", chat(("system", "?"), *TURNS), chat(*TURNS[:2]))
     assert load(source, tokenizer=HFTokenizer.from_folder(tmp_path)).skipped == {

@@ -17,10 +17,9 @@ from areal_jax.protocols import Tokenizer
 from areal_jax.records import Message
 
 CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' "
+    "}}{% endif %}"
 )
 CONVERSATION = [Message("system", "Be brief."), Message("user", "1+1? <b> & 'ß'")]
 
@@ -196,10 +195,9 @@ def rendered_answer(folder: Path, answer: str, template: str | None) -> str:
 # Templates of reasoning models: both remove the reasoning from finished answers; the newer R1
 # template also starts the reasoning in the prompt.
 REMOVES_REASONING = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{{ '<|im_start|>' + message['content'].split('</think>')[-1] + '<|im_end|>' }}"
-    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|im_start|>' + "
+    "message['content'].split('</think>')[-1] + '<|im_end|>' }}{% else %}{{ message['content'] "
+    "}}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
 )
 STARTS_REASONING = REMOVES_REASONING.replace(
     "{{ '<|im_start|>' }}{% endif %}", "{{ '<|im_start|><think>\n' }}{% endif %}"
@@ -441,12 +439,10 @@ def test_unreadable_file_is_named(folder: Path, name: str, text: str, wrong: str
 
 
 REASONING = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ '<A>' + "
-    "message['content'].split('</think>')[-1].strip() + '<|im_end|>' }}"
-    "{% else %}{{ '<U>' + message['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<A><think>\n' }}{% endif %}"
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<A>' + "
+    "message['content'].split('</think>')[-1].strip() + '<|im_end|>' }}{% else %}{{ '<U>' + "
+    "message['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<A><think>\n' "
+    "}}{% endif %}"
 )
 """Like DeepSeek's: reasoning starts in the prompt, and is removed from earlier turns."""
 

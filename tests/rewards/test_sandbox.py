@@ -170,40 +170,34 @@ def test_scripts_are_judged_by_their_output(grader: GradeAs) -> None:
         ),
         (
             "import builtins\nbuiltins.all = builtins.isinstance = lambda *_: True\ndef "
-            "double(x):\n "
-            "   return 0"
+            "double(x):\n    return 0"
         ),
         # Claims.
         "print('PASSED')\nprint('{\"returncode\": 100}', flush=True)\ndef double(x):\n    return 0",
         'import os\nfor fd in range(3, 20):\n    try:\n        os.write(fd, b\'{"returncode": '
-        "100}\\n')\n"
-        "    except OSError:\n        pass\ndef double(x):\n    return 0",
+        "100}\\n')\n    except OSError:\n        pass\ndef double(x):\n    return 0",
         # Returns what equals everything.
         "class All:\n    def __eq__(self, other): return True\n    def __bool__(self): return "
-        "True\n"
-        "    def __iter__(self): return iter([All()])\ndef double(x):\n    return All()",
+        "True\n    def __iter__(self): return iter([All()])\ndef double(x):\n    return All()",
         (
             "class All(int):\n    def __eq__(self, other): return True\ndef double(x):\n    return "
             "All(0)"
         ),
         (
             "class All(list):\n    def __eq__(self, other): return True\ndef double(x):\n    "
-            "return "
-            "All([0])"
+            "return All([0])"
         ),
         # Looks for the tests in all that it can reach.
-        "import gc, sys\ndef double(x):\n    frame, found = sys._getframe(), []\n    while frame:\n"
-        "        found += frame.f_locals.values()\n        frame = frame.f_back\n    found += "
-        "gc.get_objects()\n"
-        "    cases = [each['cases'] for each in found if isinstance(each, dict) and 'cases' in "
-        "each]\n"
-        "    return dict((args[0], want) for args, want in cases[0])[x] if cases else 'none'",
-        "import os\ndef double(x):\n    for pid in filter(str.isdigit, os.listdir('/proc')):\n   "
-        "     for fd in range(9):\n"
-        "            try:\n                text = open(f'/proc/{pid}/fd/{fd}').read()\n"
-        "                if 'cases' in text or 'assert' in text:\n                    return 2 * "
-        "x\n"
-        "            except OSError: pass\n    return 'none'",
+        "import gc, sys\ndef double(x):\n    frame, found = sys._getframe(), []\n    while "
+        "frame:\n        found += frame.f_locals.values()\n        frame = frame.f_back\n    "
+        "found += gc.get_objects()\n    cases = [each['cases'] for each in found if "
+        "isinstance(each, dict) and 'cases' in each]\n    return dict((args[0], want) for args, "
+        "want in cases[0])[x] if cases else 'none'",
+        "import os\ndef double(x):\n    for pid in filter(str.isdigit, os.listdir('/proc')):\n    "
+        "    for fd in range(9):\n            try:\n                text = "
+        "open(f'/proc/{pid}/fd/{fd}').read()\n                if 'cases' in text or 'assert' in "
+        "text:\n                    return 2 * x\n            except OSError: pass\n    return "
+        "'none'",
     ],
 )
 @pytest.mark.parametrize("tests", [DOUBLE, DOUBLE_ASSERTED], ids=["calls", "asserts"])
@@ -362,21 +356,18 @@ LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
     [
         # Memory of the harness.
         "for name in ('mem', 'environ', 'maps', 'auxv', 'fd/0', 'fdinfo/0', 'cwd/x', 'root/x', "
-        "'syscall', 'stack'):\n"
-        "    for pid in (os.getppid(), 1):\n        must_fail(open, f'/proc/{pid}/{name}', 'rb')\n"
-        "        must_fail(open, f'/proc/{pid}/{name}', 'r+b')",
+        "'syscall', 'stack'):\n    for pid in (os.getppid(), 1):\n        must_fail(open, "
+        "f'/proc/{pid}/{name}', 'rb')\n        must_fail(open, f'/proc/{pid}/{name}', 'r+b')",
         "must_be_denied('ptrace', 16, os.getppid(), 0, 0)",
         "must_be_denied('process_vm_writev', os.getppid(), 0, 0, 0, 0, 0)",
         "must_be_denied('process_vm_readv', os.getpid(), 0, 0, 0, 0, 0)",
         "must_fail(open, '/proc/1/oom_score_adj', 'w')",
         # Limits.
         "import resource\nfor name in ('AS', 'NPROC', 'FSIZE', 'CPU', 'NOFILE', 'CORE', "
-        "'MSGQUEUE', 'SIGPENDING'):\n"
-        "    number = getattr(resource, 'RLIMIT_' + name, 12)\n    _, hard = "
-        "resource.getrlimit(number)\n"
-        "    must_fail(resource.setrlimit, number, (hard, hard + 1))\n"
-        "    must_fail(resource.setrlimit, number, (-1, -1))\n"
-        "    must_fail(resource.prlimit, os.getppid(), number, (0, 0))",
+        "'MSGQUEUE', 'SIGPENDING'):\n    number = getattr(resource, 'RLIMIT_' + name, 12)\n    _, "
+        "hard = resource.getrlimit(number)\n    must_fail(resource.setrlimit, number, (hard, hard "
+        "+ 1))\n    must_fail(resource.setrlimit, number, (-1, -1))\n    "
+        "must_fail(resource.prlimit, os.getppid(), number, (0, 0))",
         # Sockets.
         "import socket\nfor family in {*range(64)} - {1}:\n    for kind in (1, 2, 3, 5):\n"
         "        must_fail(socket.socket, family, kind)\n        must_fail(socket.socketpair, "
@@ -393,18 +384,15 @@ LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         ),
         # Namespaces and file systems.
         "for flag in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, "
-        "0x40000000):\n"
-        "    must_be_denied('unshare', flag)\n"
-        "    must_be_denied('syscall', 56 if os.uname().machine == 'x86_64' else 220, flag)",
+        "0x40000000):\n    must_be_denied('unshare', flag)\n    must_be_denied('syscall', 56 if "
+        "os.uname().machine == 'x86_64' else 220, flag)",
         "must_be_denied('mount', b'none', b'/tmp', b'tmpfs', 0, None)\nmust_be_denied('umount2', "
-        "b'/tmp', 2)\n"
-        "must_be_denied('setns', os.open('/proc/self/ns/net', 0), 0)",
+        "b'/tmp', 2)\nmust_be_denied('setns', os.open('/proc/self/ns/net', 0), 0)",
         # The kernel; the same numbers on x86_64 and aarch64, but for the first.
         "for number in ((321, 298, 323, 248, 250) if os.uname().machine == 'x86_64' else (280, "
-        "241, 282, 217, 219)):\n"
-        "    must_be_denied('syscall', number, 0, 0, 0, 0, 0)\nfor number in (425, 426, 427, "
-        "428, 430, 438, 440, 447):\n"
-        "    must_be_denied('syscall', number, 0, 0, 0, 0, 0)",
+        "241, 282, 217, 219)):\n    must_be_denied('syscall', number, 0, 0, 0, 0, 0)\nfor number "
+        "in (425, 426, 427, 428, 430, 438, 440, 447):\n    must_be_denied('syscall', number, 0, "
+        "0, 0, 0, 0)",
         # Newer calls, clone3 and those of x32 do not exist.
         "for number in (435, 463, 468, 1000, 0x40000000 + 39, 0x40000000 + 520):\n"
         "    must_be_denied('syscall', number, 0, 0, 0, 0, 0, number=38)",
@@ -447,16 +435,14 @@ def test_calls_of_32_bit_programs_end_the_process(grader: GradeAs) -> None:
     [
         # Full buffers of many sockets, in many processes.
         "import socket\nfor _ in range(6):\n    if not os.fork(): break\npairs = "
-        "[socket.socketpair() for _ in range(55)]\n"
-        "for one, _ in pairs:\n    one.setblocking(False)\n    try:\n        while True: "
-        "one.send(bytes(1 << 15))\n"
-        "    except OSError: pass\ntime.sleep(20)",
+        "[socket.socketpair() for _ in range(55)]\nfor one, _ in pairs:\n    "
+        "one.setblocking(False)\n    try:\n        while True: one.send(bytes(1 << 15))\n    "
+        "except OSError: pass\ntime.sleep(20)",
         # Connections that nobody accepts, whose other ends are closed.
         "import socket\nlistening = "
-        "socket.socket(socket.AF_UNIX)\nlistening.bind('/tmp/x')\nlistening.listen(4096)\n"
-        "for _ in range(3000):\n    one = socket.socket(socket.AF_UNIX)\n    "
-        "one.connect('/tmp/x')\n"
-        "    one.setblocking(False)\n    one.send(bytes(1 << 15))\n    one.close()\ntime.sleep(20)",
+        "socket.socket(socket.AF_UNIX)\nlistening.bind('/tmp/x')\nlistening.listen(4096)\nfor _ "
+        "in range(3000):\n    one = socket.socket(socket.AF_UNIX)\n    one.connect('/tmp/x')\n    "
+        "one.setblocking(False)\n    one.send(bytes(1 << 15))\n    one.close()\ntime.sleep(20)",
         # Empty files.
         "for number in range(10 ** 7):\n    os.close(os.open(f'/tmp/{number}', os.O_CREAT))",
         "for number in range(10 ** 7):\n    os.symlink('x', f'/dev/shm/{number}')",
@@ -614,10 +600,9 @@ def test_the_prelude_and_arguments_changed_in_place(grader: GradeAs) -> None:
 
 def test_objects_of_the_program_can_be_used_by_tests(grader: GradeAs) -> None:
     tests = Asserts(
-        "a = Pair(1, 2)\nassert a.x == 1 and total([a, Pair(3, 4)]) == 10\na.x = 5\nassert a.x "
-        "== 5 and len(a) == 2\n"
-        "assert list(a) == [5, 2] and a[0] == 5\ntry:\n    total(3)\nexcept TypeError:\n    "
-        "pass\nelse:\n    assert False",
+        "a = Pair(1, 2)\nassert a.x == 1 and total([a, Pair(3, 4)]) == 10\na.x = 5\nassert a.x == "
+        "5 and len(a) == 2\nassert list(a) == [5, 2] and a[0] == 5\ntry:\n    total(3)\nexcept "
+        "TypeError:\n    pass\nelse:\n    assert False",
         ["Pair", "total"],
     )
     program = (

@@ -37,9 +37,8 @@ def other_process(folder: Path, code: str = "", setup: str = "") -> subprocess.P
     """A process that has claimed the folder, says so, and then waits for its stdin to end."""
     source = (
         "import os, sys\nfrom pathlib import Path\nfrom areal_jax.run.claim import "
-        f"claimed\n{setup}\n"
-        f"with claimed(Path({str(folder)!r})) as claim:\n    {code or 'pass'}\n"
-        "    print('claimed', flush=True)\n    sys.stdin.read()\n"
+        f"claimed\n{setup}\nwith claimed(Path({str(folder)!r})) as claim:\n    {code or 'pass'}\n  "
+        "  print('claimed', flush=True)\n    sys.stdin.read()\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", source],
@@ -98,12 +97,10 @@ def test_a_second_claim_in_one_process_is_refused(tmp_path: Path) -> None:
 
 def test_of_simultaneous_claims_one_is_granted(tmp_path: Path) -> None:
     source = (
-        "import sys, time\nfrom pathlib import Path\nfrom areal_jax.run.claim import "
-        "FolderInUse, claimed\n"
-        "print('ready', flush=True)\nsys.stdin.readline()\n"
-        f"try:\n    with claimed(Path({str(tmp_path)!r})):\n        print('granted', "
-        "flush=True)\n        sys.stdin.read()\n"
-        "except FolderInUse:\n    print('refused', flush=True)\n"
+        "import sys, time\nfrom pathlib import Path\nfrom areal_jax.run.claim import FolderInUse, "
+        "claimed\nprint('ready', flush=True)\nsys.stdin.readline()\ntry:\n    with "
+        f"claimed(Path({str(tmp_path)!r})):\n        print('granted', flush=True)\n        "
+        "sys.stdin.read()\nexcept FolderInUse:\n    print('refused', flush=True)\n"
     )
     processes = [
         subprocess.Popen(

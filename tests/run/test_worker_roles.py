@@ -43,13 +43,10 @@ def test_settings_text_restores_classes_of_an_experiment_file(
 ) -> None:
     own = tmp_path / "own.py"
     own.write_text(
-        "import chz\n"
-        "from areal_jax.config.experiment import Experiment\n"
-        "from areal_jax.data.config import Synthetic\n"
-        "@chz.chz\n"
-        "class Mine(Synthetic):\n"
-        "    '''Problems of mine.'''\n"
-        "experiment = Experiment(name='own', num_steps=3, tasks=Mine(num_tasks=7))\n",
+        "import chz\nfrom areal_jax.config.experiment import Experiment\nfrom "
+        "areal_jax.data.config import Synthetic\n@chz.chz\nclass Mine(Synthetic):\n    "
+        "'''Problems of mine.'''\nexperiment = Experiment(name='own', num_steps=3, "
+        "tasks=Mine(num_tasks=7))\n",
         encoding="utf-8",
     )
     experiment = load_experiment(str(own), ["launch=ray", "seed=5"])

@@ -142,8 +142,7 @@ def test_tool_calls_of_streamed_and_whole_answers_are_the_same(
     [
         (
             "{% for tool in tools or [] %}{% for name, of in tool.function.parameters | items "
-            "%}{{ name }}{% endfor %}"
-            "{{ tool }}{% endfor %}",
+            "%}{{ name }}{% endfor %}{{ tool }}{% endfor %}",
             "failed on the conversation: TypeError: Can only get item pairs",
         ),
         (
