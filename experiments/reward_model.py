@@ -10,7 +10,8 @@ right after 50 updates, from 50 % at first.
 The policy in DIR loses its head for a fresh one that makes one number of every token; that of an
 answer's last token is its score, and the chosen answer's is to be above the rejected one's.
 RUN_FOLDER/policy is then a sequence classifier of one label, as transformers'
-AutoModelForSequenceClassification loads it, and as policy.path goes on training. """
+AutoModelForSequenceClassification loads it, and as policy.path goes on training.
+"""
 
 import chz
 

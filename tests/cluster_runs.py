@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
+from run_laws import broken_laws
 
 from areal_jax.cluster.registry import WorkerHandle
 from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import load_experiment
+from areal_jax.metrics import jsonl
 
 STEPS, GROUPS, SAMPLES, STALENESS = 12, 4, 2, 2
 SMALL = (
@@ -39,6 +43,17 @@ def small_run(*settings: str) -> Experiment:
     experiment = load_experiment("aime", [*SMALL, *settings])
     assert isinstance(experiment, Experiment)
     return experiment
+
+
+def find_faults(run_folder: Path, num_steps: int = STEPS) -> list[str]:
+    """Return the laws that a finished small run broke, and its steps with rejected groups."""
+    rows = jsonl.read(run_folder / "metrics.jsonl")
+    rejected = [
+        f"rejected groups by step {row['version']}" for row in rows if row.get("rollout/rejected")
+    ]
+    return rejected + broken_laws(
+        run_folder, num_steps=num_steps, groups=GROUPS, samples=SAMPLES, max_staleness=STALENESS
+    )
 
 
 def family(connection: WorkerHandle) -> list[psutil.Process]:

@@ -15,7 +15,7 @@ def check_request(request: Request, config: EngineConfig, vocab_size: int) -> No
     """Check a request against the limits of the engine.
 
     Raises:
-        Unservable: naming the limit that the request exceeds, and its setting.
+        InvalidRequest: naming the limit that the request exceeds, and its setting.
     """
     name, prompt, sampling = f"request {request.id!r}", request.prompt_tokens, request.sampling
     if not 1 <= len(prompt) <= config.max_prompt_tokens:

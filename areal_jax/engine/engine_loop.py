@@ -39,7 +39,7 @@ class EngineStatus(NamedTuple):
 
 
 class EngineLoop:
-    """Serves requests with one thread that owns the engine's state: the local `records.Engine`.
+    """Serves requests with one thread that owns the engine's state: the local `protocols.Engine`.
 
     Between two dispatches the thread executes commands, swaps to newer weights, admits waiting
     sequences and prefills the next chunks; a dispatch decodes `engine.steps_per_dispatch` tokens in
@@ -119,7 +119,7 @@ class EngineLoop:
             `engine.request_timeout_s`, and with EngineStopped if the engine ends before.
 
         Raises:
-            Unservable: if the request exceeds a limit of the engine.
+            InvalidRequest: the request exceeds a limit of the engine.
         """
         check_request(request, self._config, self._engine.policy.config.vocab_size)
         group = SequenceGroup(request, time.perf_counter() + self._config.request_timeout_s)

@@ -197,7 +197,6 @@ _OVER = re.compile(
 _MIXED = re.compile(
     rf"{_SIGN}(?P<whole>[0-9]+)(?:\s*(?P<frac>\\frac.*)|\s+(?P<slash>[0-9]+\s*/\s*[0-9]+))"
 )
-_THOUSANDS_GAP = re.compile(r"(?<=[0-9]),\s(?=[0-9]{3}(?![0-9]))")
 
 
 def parse_number(text: str) -> Number | None:

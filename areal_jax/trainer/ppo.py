@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from areal_jax.metrics.meters import Mean, Meters
 from areal_jax.records import Group, StepResult
@@ -197,13 +197,7 @@ class PhaseTimer:
 
     def __init__(self) -> None:
         self._started_s = time.perf_counter()
-        self._seconds: dict[Phase, float] = {
-            "packing": 0.0,
-            "values": 0.0,
-            "frozen": 0.0,
-            "proximal": 0.0,
-            "update": 0.0,
-        }
+        self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
