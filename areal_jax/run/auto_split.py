@@ -63,7 +63,8 @@ def balanced(plan: Plan, folder: Path) -> Plan:
     print(
         f"placement.rollout_share=auto: {split.rollout_mesh.size} devices decode, "
         f"{split.train_mesh.size} train; a batch takes {generate_s:.3g} device-seconds to generate "
-        f"and {train_s:.3g} to train on, by {NUM_STEPS} trial steps in {folder} ({time.perf_counter() - start_s:.0f} s)",
+        f"and {train_s:.3g} to train on, by {NUM_STEPS} trial steps in {folder} "
+        f"({time.perf_counter() - start_s:.0f} s)",
         flush=True,
     )
     return split

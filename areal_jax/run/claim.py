@@ -8,7 +8,6 @@ LEASE_S.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -20,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,6 +28,20 @@ import psutil
 from areal_jax.cluster.signals import kill_children
 from areal_jax.errors import ClaimLost, ConfigError
 from areal_jax.metrics.files import describe_disk_error
+from areal_jax.run.lease import (
+    SETTLE_S,
+    await_lease,
+    boot_id,
+    describe_holder,
+    describe_writers,
+    is_at,
+    is_running,
+    parse_lease,
+    pid_namespace,
+    read_lease,
+    try_lock,
+    unlink_unlocked,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,17 +57,11 @@ RENEW_S = 5.0
 LEASE_S = 30.0
 """Time without renewal after which a lease of another host is stale."""
 
-SETTLE_S = 1.0
-"""Wait of a claimant where locks do not work, before it checks that no other process has claimed at
-the same time."""
-
 WRITERS_TIMEOUT_S = 60.0
 """Longest wait for processes of an earlier holder to end."""
 
 LEASE_BYTES = 1024
 """Size of every lease, which is padded so that a single write replaces it in place."""
-
-_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 
 class FolderInUse(ConfigError):
@@ -82,29 +89,29 @@ class Claim:
             "pid": os.getpid(),
             "process_start": psutil.Process().create_time(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "boot": _boot_id(),
-            "pid_namespace": _pid_namespace(),
+            "boot": boot_id(),
+            "pid_namespace": pid_namespace(),
         }
         self._fd: int | None = None
         # Serializes the renewing thread with `fence` and `release`.
         self._lock = threading.Lock()
         self._released = threading.Event()
         fd, is_locked = self._open(setting)
-        try:
+        with ExitStack() as undo:
+            close = undo.enter_context(ExitStack())
+            close.callback(os.close, fd)
             self._require_free(fd, is_locked, setting)
             self._lease["device"] = os.fstat(fd).st_dev
+            close.pop_all()  # from here on `release` closes it
             self._fd = fd
+            undo.callback(self.release)
             self._write_lease(secrets.token_hex(8))
             if not is_locked:
                 time.sleep(SETTLE_S)
-                if (found := _read(self._path)).get("token") != self.token:
+                if (found := read_lease(self._path)).get("token") != self.token:
                     raise FolderInUse(_refusal(folder, found, setting))
             self.fence()
-        except BaseException:
-            if self._fd is None:
-                os.close(fd)
-            self.release()
-            raise
+            undo.pop_all()
         # A forked child shares the lock with its parent. It closes its copy, so that the parent's
         # death frees the folder.
         reference = weakref.ref(self)
@@ -128,19 +135,19 @@ class Claim:
         with self._lock:
             self._write_lease(secrets.token_hex(8))
         start_s, is_reported = time.monotonic(), False
-        while not _unlink_unlocked(path):
+        while not unlink_unlocked(path):
             waited_s = time.monotonic() - start_s
             if waited_s > WRITERS_TIMEOUT_S:
                 raise FolderInUse(
                     f"{self.folder}: processes of an earlier run still write there after "
-                    f"{WRITERS_TIMEOUT_S:g} s ({_writers(path)}); end them, then resume"
+                    f"{WRITERS_TIMEOUT_S:g} s ({describe_writers(path)}); end them, then resume"
                 )
             if waited_s > 1.0 and not is_reported:
                 is_reported = True
                 logger.warning(
                     "%s: waiting for processes of an earlier run to end (%s)",
                     self.folder,
-                    _writers(path),
+                    describe_writers(path),
                 )
             time.sleep(0.1)
 
@@ -152,8 +159,8 @@ class Claim:
             if fd is None:
                 return
             with suppress(OSError):
-                _unlink_unlocked(self.folder / WRITERS)
-                if _is_at(fd, self._path) and _read(self._path).get("token") == self.token:
+                unlink_unlocked(self.folder / WRITERS)
+                if is_at(fd, self._path) and read_lease(self._path).get("token") == self.token:
                     self._path.unlink()
             os.close(fd)
 
@@ -161,19 +168,18 @@ class Claim:
         """Open and lock the claim's file; its descriptor, and whether it is locked (False where the
         file system has no locks)."""
         while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                is_locked = _try_lock(fd, fcntl.LOCK_EX)
+            with ExitStack() as undo:
+                fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+                undo.callback(os.close, fd)
+                try:
+                    is_locked = try_lock(fd, fcntl.LOCK_EX)
+                except BlockingIOError:
+                    found = await_lease(self._path)
+                    raise FolderInUse(_refusal(self.folder, found, setting)) from None
                 # The last holder may have deleted the file between the opening and the locking.
-                if _is_at(fd, self._path):
+                if is_at(fd, self._path):
+                    undo.pop_all()
                     return fd, is_locked
-            except BlockingIOError:
-                os.close(fd)
-                raise FolderInUse(_refusal(self.folder, _read_soon(self._path), setting)) from None
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
 
     def _require_free(self, fd: int, is_locked: bool, setting: str) -> None:
         """Require that the lease in the file, if any, is of a dead process.
@@ -181,31 +187,33 @@ class Claim:
         Raises:
             FolderInUse: its process is alive.
         """
-        found = _parse(os.pread(fd, LEASE_BYTES, 0))
+        found = parse_lease(os.pread(fd, LEASE_BYTES, 0))
         if not found:
             return
         same_boot = found.get("boot") == self._lease["boot"]
         if same_boot and found.get("pid_namespace") == self._lease["pid_namespace"]:
-            is_alive = _is_running(found)
+            is_alive = is_running(found)
         elif same_boot and is_locked and found.get("device") == os.fstat(fd).st_dev:
             is_alive = False  # a process of another container, whose lock would be visible here
         else:
             is_alive = self._is_renewed(found)
         if is_alive:
             raise FolderInUse(_refusal(self.folder, found, setting))
-        logger.warning("%s: taking over from %s, which has ended", self.folder, _who(found))
+        logger.warning(
+            "%s: taking over from %s, which has ended", self.folder, describe_holder(found)
+        )
 
     def _is_renewed(self, found: Mapping[str, Any]) -> bool:
         """Whether the lease changes within LEASE_S. Clocks of two hosts are not compared."""
         logger.warning(
             "%s is claimed by %s: waiting %g s for its lease to be renewed",
             self.folder,
-            _who(found),
+            describe_holder(found),
             LEASE_S,
         )
         deadline_s = time.monotonic() + LEASE_S
         while time.monotonic() < deadline_s:
-            if _read(self._path) != found:
+            if read_lease(self._path) != found:
                 return True
             time.sleep(min(0.5, LEASE_S / 10))
         return False
@@ -233,8 +241,8 @@ class Claim:
                 if self._fd is None:
                     return
                 try:
-                    found = _read(self._path)
-                    if found.get("token") != self.token or not _is_at(self._fd, self._path):
+                    found = read_lease(self._path)
+                    if found.get("token") != self.token or not is_at(self._fd, self._path):
                         _end_unclaimed(self._path, found)
                     self._write_lease(self.token)
                 except OSError as error:
@@ -296,20 +304,19 @@ class Writer:
         while True:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             with suppress(BlockingIOError):
-                _try_lock(self._fd, fcntl.LOCK_SH)
-                if _is_at(self._fd, path):
+                try_lock(self._fd, fcntl.LOCK_SH)
+                if is_at(self._fd, path):
                     break
             os.close(self._fd)
             self.require()
             time.sleep(0.05)
         reference = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: (writer := reference()) and writer.close())
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             self.require()
             os.write(self._fd, f"{socket.gethostname()} process {os.getpid()}\n".encode())
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def require(self) -> None:
         """Require that the claim still has the token; otherwise nothing may be written.
@@ -317,11 +324,12 @@ class Writer:
         Raises:
             ClaimLost: another process has taken over the claim.
         """
-        found = _read_soon(self._folder / CLAIM)
+        found = await_lease(self._folder / CLAIM)
         if found.get("token") != self._token:
+            holder = describe_holder(found) if found else "nobody"
             raise ClaimLost(
-                f"{self._folder} is claimed by {_who(found) if found else 'nobody'}, no longer "
-                "by the run of this process; nothing is written"
+                f"{self._folder} is claimed by {holder}, no longer by the run of this process; "
+                "nothing is written"
             )
 
     def close(self) -> None:
@@ -331,100 +339,8 @@ class Writer:
             os.close(fd)
 
 
-def _try_lock(fd: int, kind: int) -> bool:
-    """Lock a file; False where its file system has no locks.
-
-    Raises:
-        BlockingIOError: another process has locked it.
-    """
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return False
-        raise
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is the one at the path."""
-    try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    here = os.fstat(fd)
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-
-
-def _unlink_unlocked(path: Path) -> bool:
-    """Delete a file unless a process has locked it; whether it is deleted."""
-    try:
-        fd = os.open(path, os.O_RDWR)
-    except FileNotFoundError:
-        return True
-    try:
-        _try_lock(fd, fcntl.LOCK_EX)
-        if _is_at(fd, path):
-            path.unlink()
-        return True
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-
-
-def _writers(path: Path) -> str:
-    with suppress(OSError):
-        return ", ".join(path.read_text().splitlines()) or "of unknown number"
-    return "of unknown number"
-
-
-def _parse(data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The lease in a file; empty where there is none."""
-    try:
-        return _parse(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-
-
-def _read_soon(path: Path) -> dict[str, Any]:
-    """The lease of a holder that may be about to write it."""
-    deadline_s = time.monotonic() + SETTLE_S
-    while not (found := _read(path)) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return found
-
-
-def _is_running(found: Mapping[str, Any]) -> bool:
-    """Whether the process of a lease of this host runs; another process may have its number."""
-    try:
-        process = psutil.Process(found["pid"])
-        return (
-            abs(process.create_time() - found["process_start"]) < 1.0
-            and process.status() != psutil.STATUS_ZOMBIE
-        )
-    except psutil.AccessDenied:
-        return True
-    except (psutil.NoSuchProcess, KeyError):
-        return False
-
-
-def _who(found: Mapping[str, Any]) -> str:
-    return f"process {found.get('pid')} on {found.get('host')} (since {found.get('since')})"
-
-
 def _refusal(folder: Path, found: Mapping[str, Any], setting: str) -> str:
-    who = _who(found) if found else "a process that is starting"
+    who = describe_holder(found) if found else "a process that is starting"
     return (
         f"{folder} is in use by {who}; wait until that process has ended or stop it, or give "
         f"another {setting}"
@@ -433,7 +349,7 @@ def _refusal(folder: Path, found: Mapping[str, Any], setting: str) -> str:
 
 def _end_unclaimed(path: Path, found: Mapping[str, Any]) -> NoReturn:
     """End this process at once: another process may write to the folder."""
-    how = f"was taken over by {_who(found)}" if found else "was deleted"
+    how = f"was taken over by {describe_holder(found)}" if found else "was deleted"
     print(
         f"areal_jax: the claim {path} {how}; this process ends, so that no two write there",
         file=sys.stderr,
@@ -441,17 +357,3 @@ def _end_unclaimed(path: Path, found: Mapping[str, Any]) -> NoReturn:
     )
     kill_children()
     os._exit(1)
-
-
-def _boot_id() -> str:
-    """Id of the running kernel, equal in all its containers."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {psutil.boot_time():.0f}"
-
-
-def _pid_namespace() -> str:
-    """Namespace in which process numbers are unique."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""

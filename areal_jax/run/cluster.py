@@ -33,9 +33,9 @@ from areal_jax.run.worker_roles import releases
 
 logger = logging.getLogger(__name__)
 
-TRAINER, ENGINE, REWARDS = (
-    f"areal_jax.run.worker_roles:{name}" for name in ("TrainerHost", "EngineHost", "RewardWorker")
-)
+TRAINER = "areal_jax.run.trainer_host:TrainerHost"
+ENGINE = "areal_jax.run.worker_roles:EngineHost"
+REWARDS = "areal_jax.run.worker_roles:RewardWorker"
 
 REPLACEMENT_ATTEMPTS = 3
 """Failed attempts to start a worker after which it is given up."""
@@ -211,8 +211,6 @@ async def build_cluster_run(
         InsufficientResources: the cluster has no room.
     """
     experiment = plan.experiment
-    launch = experiment.launch
-    assert isinstance(launch, Ray)
     async with AsyncExitStack() as stack:
         if claim is not None:
             await asyncio.to_thread(claim.fence)
@@ -220,19 +218,8 @@ async def build_cluster_run(
         stack.callback(store.close)
         saved_version = store.latest_version() if resume else None
         progress = start_progress(stack, plan, folder, saved_version)
-        arguments, kinds = (written_settings(experiment), source), sorted(kinds_of_tasks(plan))
-        pool = WorkerPool(
-            cluster,
-            arguments,
-            kinds,
-            lambda grader: probe_rewards(grader, experiment, *task_sets(plan), say=progress.say),
-        )
-        stack.push_async_callback(pool.close)
-        progress.say(
-            f"trainer hosts: {launch.trainer_hosts}, engines: {launch.rollout_engines}, reward "
-            f"workers: {launch.reward_workers}, as processes of Ray "
-            f"({cluster.accelerator if cluster.accelerator != 'none' else 'CPUs'})"
-        )
+        arguments = written_settings(experiment), source
+        pool = _make_pool(stack, plan, cluster, arguments, progress.say)
         async with cluster.reserve():
             (trainers, beside), _ = await all_or_none(
                 start_trainers(
@@ -267,6 +254,30 @@ async def build_cluster_run(
         )
 
 
+def _make_pool(
+    stack: AsyncExitStack,
+    plan: Plan,
+    cluster: Cluster,
+    arguments: tuple[Any, ...],
+    say: Callable[[str], None],
+) -> WorkerPool:
+    """Make the pool of engines and reward workers, which the stack closes; none is started."""
+    config, experiment = cluster.config, plan.experiment
+    pool = WorkerPool(
+        cluster,
+        arguments,
+        sorted(kinds_of_tasks(plan)),
+        lambda grader: probe_rewards(grader, experiment, *task_sets(plan), say=say),
+    )
+    stack.push_async_callback(pool.close)
+    say(
+        f"trainer hosts: {config.trainer_hosts}, engines: {config.rollout_engines}, reward "
+        f"workers: {config.reward_workers}, as processes of Ray "
+        f"({cluster.accelerator if cluster.accelerator != 'none' else 'CPUs'})"
+    )
+    return pool
+
+
 async def start_trainers(
     stack: AsyncExitStack,
     cluster: Cluster,
@@ -296,7 +307,7 @@ async def start_trainers(
         )
     except (ConfigError, WorkerDied):
         raise
-    except Exception as error:
+    except Exception as error:  # of another process, of any class: it ends the run as NotStarted
         raise NotStarted(
             f"trainer hosts could not start: {type(error).__name__}: {error}"
         ) from error
@@ -338,8 +349,8 @@ def require_same_policy(name: str, facts: dict[str, Any], expected: str) -> None
     if facts["policy"] != expected:
         raise ConfigError(
             f"{name} ({facts['devices']}) found another policy than the other engines: expected "
-            f"fingerprint {expected}, found {facts['policy']}; policy.path must name the same files "
-            "on every host"
+            f"fingerprint {expected}, found {facts['policy']}; policy.path must name the same "
+            "files on every host"
         )
 
 

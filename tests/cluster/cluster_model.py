@@ -114,7 +114,7 @@ class Objects:
 
 
 class HostModel:
-    """Model of `worker_roles.TrainerHost` with its publisher."""
+    """Model of `trainer_host.TrainerHost` with its publisher."""
 
     def __init__(self, number: int, objects: Objects, rng: random.Random) -> None:
         self._number, self._objects, self._rng, self._loop = (

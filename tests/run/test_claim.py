@@ -20,6 +20,7 @@ import pytest
 
 from areal_jax.errors import ClaimLost, ConfigError
 from areal_jax.run import claim as claims
+from areal_jax.run import lease as leases
 from areal_jax.run.claim import (
     CLAIM,
     WRITERS,
@@ -190,13 +191,13 @@ def lease_of_another_renewed(folder: Path) -> None:
 def test_a_container_that_shares_the_kernel_is_judged_by_the_lock(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lease_of_another(tmp_path, boot=claims._boot_id(), pid_namespace="pid:[1]", pid=os.getpid())
+    lease_of_another(tmp_path, boot=leases.boot_id(), pid_namespace="pid:[1]", pid=os.getpid())
     with caplog.at_level(logging.WARNING), claimed(tmp_path):
         assert "taking over from" in caplog.text and "waiting" not in caplog.text
 
 
 def test_a_reused_process_number_is_no_holder(tmp_path: Path) -> None:
-    here = {"boot": claims._boot_id(), "pid_namespace": claims._pid_namespace(), "pid": os.getpid()}
+    here = {"boot": leases.boot_id(), "pid_namespace": leases.pid_namespace(), "pid": os.getpid()}
     lease_of_another(tmp_path, **here, process_start=1.0)
     with claimed(tmp_path):
         pass
@@ -206,7 +207,7 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, kind: int) -> None:
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
-    monkeypatch.setattr(claims.fcntl, "flock", refuse)
+    monkeypatch.setattr(leases.fcntl, "flock", refuse)
     monkeypatch.setattr(claims, "SETTLE_S", 0.2)
 
 
