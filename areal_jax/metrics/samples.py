@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,9 @@ from jaxtyping import Bool, Float32, Int32
 from areal_jax.metrics.jsonl import JsonLines
 
 MAX_WAITING_BATCHES = 8
+
+MAX_EXPECTED_CHARS = 1000
+"""Of a longer reference answer, such as the tests of a program, rows have the beginning."""
 
 Decode = Callable[[np.ndarray], str]
 
@@ -39,6 +43,8 @@ class TrainedSample:
     reward: float
     grade: str
     stop_reason: str
+    expected: str = ""
+    """Reference answer of the task; empty if it has none."""
 
 
 class SampleWriter:
@@ -53,7 +59,7 @@ class SampleWriter:
             timeout_s: limit on the wait of any call, in seconds.
         """
         self.path = path
-        self._decode = decode
+        self._texts = None if decode is None else TokenTexts(decode)
         self._timeout_s = timeout_s
         self._lines = JsonLines(path)
         self._error: Exception | None = None
@@ -137,15 +143,55 @@ class SampleWriter:
         else:
             version, samples = item
             for sample in samples:
-                self._lines.append(version, row(sample, self._decode))
+                self._lines.append(version, row(sample, version, self._texts))
 
 
-def row(sample: TrainedSample, decode: Decode | None) -> dict[str, object]:
-    """Return the row of a sample, short entries first.
+class TokenTexts:
+    """Decodes tokens, and says how many characters each of them stands for. For one thread."""
 
-    `stale` lists the positions of stale tokens. `text`, with `decode`, is a list of [version, is
-    stale, text of consecutive tokens that share both].
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        # By token: characters, and whether it may hold a part of a character only.
+        self._known: dict[int, tuple[int, bool]] = {}
+
+    def decode(self, tokens: Int32[np.ndarray, "T"]) -> tuple[str, list[int]]:
+        """Return the text of consecutive tokens, and the characters of each token.
+
+        Of tokens that share one character, the first has it. If the text does not consist of the
+        tokens' own texts, the first token has all characters.
+        """
+        text = self._decode(tokens)
+        listed = tokens.tolist()
+        if missing := set(listed) - self._known.keys():
+            self._known |= {token: self._measure(token) for token in missing}
+        chars = [self._known[token][0] for token in listed]
+        start = 0
+        for is_partial, run in groupby(listed, lambda token: self._known[token][1]):
+            end = start + len(list(run))
+            if is_partial:
+                chars[start:end] = [len(self._decode(tokens[start:end])), *[0] * (end - start - 1)]
+            start = end
+        excess = sum(chars) - len(text)
+        # Decoders of sentencepiece omit the space before the first token of a text.
+        if excess == 1 and chars[0]:
+            chars[0] -= 1
+        elif excess:
+            chars = [len(text), *[0] * (len(listed) - 1)]
+        return text, chars
+
+    def _measure(self, token: int) -> tuple[int, bool]:
+        once, twice = (self._decode(np.full(n, token, np.int32)) for n in (1, 2))
+        return len(twice) - len(once), "\ufffd" in once
+
+
+def row(sample: TrainedSample, version: int, texts: TokenTexts | None) -> dict[str, object]:
+    """Return the row of a sample that `version` was trained on, short entries first.
+
+    `staleness` counts the sampled tokens by staleness, from 0. `stale` lists the positions of stale
+    tokens. `text`, with `texts`, is a list of [version, is stale, text of consecutive tokens that
+    share both], and `chars_per_token` the number of its characters that each token stands for.
     """
+    staleness = np.maximum(version - sample.versions[sample.loss_mask], 0)
     facts: dict[str, object] = {
         "grade": sample.grade,
         "stop_reason": sample.stop_reason,
@@ -157,6 +203,8 @@ def row(sample: TrainedSample, decode: Decode | None) -> dict[str, object]:
         "num_tokens": len(sample.tokens),
         "num_sampled": int(sample.loss_mask.sum()),
         "num_stale": int(sample.stale.sum()),
+        "staleness": np.bincount(staleness),
+        "expected": sample.expected[:MAX_EXPECTED_CHARS],
         "stale": np.flatnonzero(sample.stale),
         "tokens": sample.tokens,
         "loss_mask": sample.loss_mask.astype(np.int32),
@@ -164,14 +212,22 @@ def row(sample: TrainedSample, decode: Decode | None) -> dict[str, object]:
         "behave_logp": [float(f"{logp:.9g}") for logp in sample.behave_logp.tolist()],
         "versions": sample.versions,
     }
-    return facts if decode is None else {**facts, "text": _text(sample, decode)}
+    if texts is None:
+        return facts
+    spans = list(_spans(sample, texts))
+    return {
+        **facts,
+        "text": [span for span, _ in spans],
+        "chars_per_token": list(chain.from_iterable(chars for _, chars in spans)),
+    }
 
 
-def _text(sample: TrainedSample, decode: Decode) -> list[tuple[int, bool, str]]:
+def _spans(
+    sample: TrainedSample, texts: TokenTexts
+) -> Iterator[tuple[tuple[int, bool, str], list[int]]]:
     changes = (np.diff(sample.versions) != 0) | (sample.stale[1:] != sample.stale[:-1])
     starts = [0, *(np.flatnonzero(changes) + 1).tolist()] if len(sample.tokens) else []
     ends = [*starts[1:], len(sample.tokens)]
-    return [
-        (int(sample.versions[start]), bool(sample.stale[start]), decode(sample.tokens[start:end]))
-        for start, end in zip(starts, ends, strict=False)
-    ]
+    for start, end in zip(starts, ends, strict=False):
+        text, chars = texts.decode(sample.tokens[start:end])
+        yield (int(sample.versions[start]), bool(sample.stale[start]), text), chars

@@ -109,6 +109,7 @@ class Recording:
                     reward=sample.reward,
                     grade=sample.grade,
                     stop_reason=sample.stop_reason,
+                    expected=group.task.answer,
                 )
                 for group, stale_of_group in zip(groups, stale, strict=True)
                 for number, (sample, stale_tokens) in enumerate(

@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tensorboardX.proto import event_pb2
 
 from areal_jax.metrics.config import METRICS, MetricsConfig
 from areal_jax.metrics.jsonl import cut, read
-from areal_jax.metrics.samples import SampleWriter, TrainedSample, row
+from areal_jax.metrics.samples import SampleWriter, TokenTexts, TrainedSample, row
 from areal_jax.metrics.sinks import SAMPLES, TENSORBOARD, Sinks
 
 PLAIN = MetricsConfig(tensorboard=False)
@@ -52,6 +53,7 @@ def a_sample(number: int = 0, num_tokens: int = 6) -> TrainedSample:
         reward=-5.0,
         grade="wrong",
         stop_reason="length",
+        expected="42",
     )
 
 
@@ -102,6 +104,8 @@ def test_sample_row_has_all_training_data(tmp_path):
         "num_tokens": 6,
         "num_sampled": 4,
         "num_stale": 2,
+        "staleness": [0, 2, 2],  # trained at version 5 on tokens of versions 3 and 4
+        "expected": "42",
         "stale": [2, 3],
         "tokens": [10, 11, 12, 13, 14, 15],
         "loss_mask": [0, 0, 1, 1, 1, 1],
@@ -112,6 +116,7 @@ def test_sample_row_has_all_training_data(tmp_path):
         ],  # the float32 nearest to -0.1, to nine digits
         "versions": [-1, -1, 3, 3, 4, 4],
         "text": [[-1, False, "<10><11>"], [3, True, "<12><13>"], [4, False, "<14><15>"]],
+        "chars_per_token": [4] * 6,
     }
 
 
@@ -124,7 +129,7 @@ def test_logprobs_are_restored_bit_for_bit():
     sample = TrainedSample(
         "t", 0, 0, zeros, everywhere, logp, zeros, ~everywhere, 0.0, "wrong", "stop"
     )
-    assert np.array(row(sample, None)["behave_logp"], np.float32).tobytes() == logp.tobytes()
+    assert np.array(row(sample, 0, None)["behave_logp"], np.float32).tobytes() == logp.tobytes()
 
 
 def test_sample_without_tokens_or_decoder_is_written(tmp_path):
@@ -132,7 +137,40 @@ def test_sample_without_tokens_or_decoder_is_written(tmp_path):
     sinks.write_samples(0, [a_sample(num_tokens=0)])
     sinks.close()
     assert strict(tmp_path / SAMPLES)[0]["text"] == []
-    assert "text" not in row(a_sample(), None)
+    assert "text" not in row(a_sample(), 5, None)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text", "chars"),
+    [
+        ([b"ab", b"c", b""], "abc", [2, 1, 0]),
+        # An emoji of four bytes in three tokens, between whole characters.
+        ([b"a", b"\xf0\x9f", b"\x98", b"\x80", "é".encode()], "a😀é", [1, 1, 0, 0, 1]),
+    ],
+    ids=["whole", "split"],
+)
+def test_each_token_has_its_characters(pieces: list[bytes], text: str, chars: list[int]):
+    texts = TokenTexts(lambda tokens: b"".join(pieces[t] for t in tokens).decode(errors="replace"))
+    assert texts.decode(np.arange(len(pieces), dtype=np.int32)) == (text, chars)
+
+
+def test_sentencepiece_tokens_have_their_spaces():
+    words = ["▁two", "▁words", "es"]
+
+    def decode(tokens: np.ndarray) -> str:
+        return "".join(words[token] for token in tokens).replace("▁", " ").removeprefix(" ")
+
+    assert TokenTexts(decode).decode(np.arange(3, dtype=np.int32)) == ("two wordses", [3, 6, 2])
+
+
+def test_text_that_is_no_join_belongs_to_its_first_token():
+    texts = TokenTexts(lambda tokens: "x" * len(tokens) ** 3)
+    assert texts.decode(np.arange(3, dtype=np.int32)) == ("x" * 27, [27, 0, 0])
+
+
+def test_long_reference_answer_is_shortened():
+    sample = replace(a_sample(), expected="7" * 10_000)
+    assert row(sample, 5, None)["expected"] == "7" * 1000
 
 
 def test_resumed_run_has_every_row_once(tmp_path):
