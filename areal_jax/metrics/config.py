@@ -51,6 +51,11 @@ class HealthConfig:
         default=2.0,
         doc="largest healthy mean importance ratio, and inverse of the smallest",
     )
+    min_sequence_ess: float = chz.field(
+        validator=FRACTION,
+        default=0.5,
+        doc="smallest healthy effective share of sequences by their importance weights",
+    )
     max_lost_share: float = chz.field(
         validator=FRACTION,
         default=0.5,

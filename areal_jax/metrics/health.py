@@ -170,6 +170,18 @@ CHECKS = (
         ),
     ),
     Check(
+        "off_policy",
+        ("trainer/sequence_ess",),
+        lambda window, config: always(
+            window, "trainer/sequence_ess", lambda share: share < config.min_sequence_ess
+        ),
+        (
+            "the effective share of sequences is below health.min_sequence_ess: few samples decide "
+            "each update, because the policy has moved far from the one that sampled them"
+        ),
+        "lower trainer.optimizer.learning_rate or rollout.max_staleness",
+    ),
+    Check(
         "stale_tokens",
         ("trainer/tokens_stale",),
         too_stale,

@@ -33,6 +33,7 @@ from areal_jax.rl.config import (
     Unweighted,
     Weighted,
 )
+from areal_jax.rl.off_policy import OffPolicyCounts
 
 
 class PolicyLoss(NamedTuple):
@@ -41,6 +42,7 @@ class PolicyLoss(NamedTuple):
     loss: Float[Array, ""]
     """Differentiable with respect to the log-probs of the policy being trained only."""
     metrics: dict[str, Mean]
+    off_policy: OffPolicyCounts | None = None
 
     def plus(self, other: PolicyLoss) -> PolicyLoss:
         """Add a loss over the same tokens; the metric `loss` becomes the sum of both."""
@@ -48,6 +50,7 @@ class PolicyLoss(NamedTuple):
         return PolicyLoss(
             self.loss + other.loss,
             self.metrics | other.metrics | {"loss": Mean(total + other_total, count)},
+            self.off_policy,
         )
 
 

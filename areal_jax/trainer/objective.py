@@ -19,6 +19,7 @@ from areal_jax.rl.losses import (
     policy_loss,
     second_moment_mask,
 )
+from areal_jax.rl.off_policy import off_policy_counts
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.programs import Objective
@@ -96,7 +97,13 @@ def policy_objective(config: TrainerConfig) -> Objective:
             batch.segment_ids,
             num_tokens=num_tokens,
         )
-        result = result._replace(metrics=result.metrics | metrics)
+        sampler_gap = (logp if isinstance(config.loss, PPO) else proximal_logp) - batch.behave_logp
+        result = result._replace(
+            metrics=result.metrics | metrics,
+            off_policy=off_policy_counts(
+                sampler_gap, batch.loss_mask, batch.age, batch.segment_ids
+            ),
+        )
         if isinstance(kl, KLInLoss) and batch.reference_logp is not None:
             penalty = kl_loss(
                 kl, logp, batch.reference_logp, mask, batch.weights, num_tokens=num_tokens

@@ -18,6 +18,7 @@ from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params
 from areal_jax.models.moe import balance_loss, router_metrics
 from areal_jax.rl.losses import PolicyLoss
+from areal_jax.rl.off_policy import OffPolicyCounts
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward
 from areal_jax.trainer.optimizer import learning_rate, make_optimizer, num_updates_done
@@ -48,12 +49,19 @@ class Objective:
     columns: tuple[str, ...] = ()
 
 
+class Measured(NamedTuple):
+    """What a program reports beside its loss: sums that add up over micro-batches."""
+
+    metrics: dict[str, Mean]
+    off_policy: OffPolicyCounts | None
+
+
 class Accumulated(NamedTuple):
     """Sums over the micro-batches of a mini-batch."""
 
     gradients: Params
     """float32."""
-    metrics: dict[str, Mean]
+    measured: Measured
 
 
 class UpdatePrograms:
@@ -151,25 +159,25 @@ class UpdatePrograms:
         afterwards, it would be a second copy of all gradients.
         """
         sums = jax.tree.map(jax.new_ref, accumulated.gradients)
-        pulled: tuple[Array, Any, dict[str, Mean]] = jax.vjp(
+        pulled: tuple[Array, Any, Measured] = jax.vjp(
             lambda params: self._loss(params, base, batch, num_tokens, proximal_is_current),
             params,
             has_aux=True,
         )
-        loss, backward, metrics = pulled
+        loss, backward, measured = pulled
         backward.with_refs(sums)(jnp.ones_like(loss))
         return Accumulated(
-            jax.tree.map(jax.freeze, sums), jax.tree.map(jnp.add, accumulated.metrics, metrics)
+            jax.tree.map(jax.freeze, sums), jax.tree.map(jnp.add, accumulated.measured, measured)
         )
 
-    def _measure(self, *arguments: Any) -> dict[str, Mean]:
+    def _measure(self, *arguments: Any) -> Measured:
         return self._loss(*arguments)[1]
 
     def _apply(
         self, params: Params, opt_state: optax.OptState, accumulated: Accumulated
-    ) -> tuple[Params, optax.OptState, dict[str, Mean]]:
+    ) -> tuple[Params, optax.OptState, Measured]:
         """Update once, or return the arguments unchanged if loss or gradient is not finite."""
-        gradients, metrics = accumulated
+        gradients, (metrics, off_policy) = accumulated
         # Nothing is computed in host memory; if the state lies on the devices, this does nothing.
         opt_state = jax.device_put(opt_state, jax.tree.map(_on_device, self.shardings.opt_state))
         norm = optax.tree.norm(gradients)
@@ -181,11 +189,8 @@ class UpdatePrograms:
             partial(jnp.where, is_finite), (new_params, new_opt_state), (params, opt_state)
         )
         one = jnp.ones(())
-        return (
-            params,
-            opt_state,
-            metrics | {"grad_norm": Mean(norm, one), "learning_rate": Mean(rate, one)},
-        )
+        metrics |= {"grad_norm": Mean(norm, one), "learning_rate": Mean(rate, one)}
+        return params, opt_state, Measured(metrics, off_policy)
 
     def _loss(
         self,
@@ -194,11 +199,13 @@ class UpdatePrograms:
         batch: DeviceBatch,
         num_tokens: Float[Array, ""],
         proximal_is_current: Bool[Array, ""],
-    ) -> tuple[Float[Array, ""], dict[str, Mean]]:
+    ) -> tuple[Float[Array, ""], Measured]:
         """Return the objective with the entropy bonus and the load-balance loss of experts."""
         config, moe = self._config, self._forward.policy.config.moe
         logp, entropy, routing = self._forward.predictions(params, base, batch.read)
-        loss, metrics = self._objective.loss(logp, batch, num_tokens, proximal_is_current)
+        loss, metrics, off_policy = self._objective.loss(
+            logp, batch, num_tokens, proximal_is_current
+        )
         if entropy is not None:
             entropy = jnp.sum(jnp.where(batch.loss_mask, entropy, 0.0))
             num_masked = jnp.sum(batch.loss_mask, dtype=jnp.float32)
@@ -222,7 +229,7 @@ class UpdatePrograms:
                 for name, value in router_metrics(routing).items()
             }
             metrics |= {"router_balance_loss": Mean(balance * counted, counted)}
-        return loss, metrics
+        return loss, Measured(metrics, off_policy)
 
     def _abstract_batch(self) -> DeviceBatch:
         column = self._forward.column
@@ -236,11 +243,11 @@ class UpdatePrograms:
         """Shapes and shardings. Cached, because finding the metric names traces the model."""
         forward = self._forward
         params, base = self._trained.abstract, frozen(forward.policy, forward.compute_dtype)
-        _, metrics = jax.eval_shape(self._loss, params, base, self._abstract_batch(), *_SCALARS)
+        _, measured = jax.eval_shape(self._loss, params, base, self._abstract_batch(), *_SCALARS)
         shardings = Accumulated(
-            self.shardings.params, jax.tree.map(lambda _: self._replicated(), metrics)
+            self.shardings.params, jax.tree.map(lambda _: self._replicated(), measured)
         )
-        return abstract(Accumulated(params, metrics), shardings)
+        return abstract(Accumulated(params, measured), shardings)
 
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self._forward.mesh, PartitionSpec())

@@ -20,7 +20,7 @@ from areal_jax.parallel.sharding import TRAIN_RULES, put, put_batch, put_copy
 from areal_jax.records import PackedBatch
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward
-from areal_jax.trainer.programs import Objective, UpdatePrograms, abstract
+from areal_jax.trainer.programs import Measured, Objective, UpdatePrograms, abstract
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -116,7 +116,7 @@ class Learner:
 
     def update(
         self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool
-    ) -> dict[str, Mean]:
+    ) -> Measured:
         """Make one optimizer update from the micro-batches of a mini-batch.
 
         Args:
@@ -141,18 +141,21 @@ class Learner:
         self.params, self.opt_state, report = self.programs.run(
             "apply", self.params, self.opt_state, accumulated
         )
-        report = jax.device_get(report)
+        metrics, off_policy = jax.device_get(report)
         for name in ("loss", "grad_norm"):
-            if not math.isfinite(report[name].total):
-                raise FloatingPointError(f"{name} is {report[name].total}")
-        return {name: Mean(float(total), float(weight)) for name, (total, weight) in report.items()}
+            if not math.isfinite(metrics[name].total):
+                raise FloatingPointError(f"{name} is {metrics[name].total}")
+        on_host = {
+            name: Mean(float(total), float(weight)) for name, (total, weight) in metrics.items()
+        }
+        return Measured(on_host, off_policy)
 
     def measure(self, batches: Sequence[DeviceBatch]) -> dict[str, Mean]:
         """Return the objective's metrics of micro-batches under the current parameters."""
         # All are enqueued before the first is waited for.
         scalars = np.float32(1), np.bool_(False)
         found = [
-            self.programs.run("measure", self.params, self.base, batch, *scalars)
+            self.programs.run("measure", self.params, self.base, batch, *scalars).metrics
             for batch in batches
         ]
         sums = jax.tree.map(lambda *of_batches: sum(map(float, of_batches)), *jax.device_get(found))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from areal_jax.errors import CorruptedState
 from areal_jax.metrics.meters import Mean, Meters
 from areal_jax.parallel.sharding import fetch
+from areal_jax.rl.off_policy import OffPolicyCounts, describe_off_policy
 from areal_jax.trainer.pipeline import LearnerBatch
 from areal_jax.trainer.step import Learner
 
@@ -39,13 +41,14 @@ def apply_updates(updates: Sequence[Sequence[Update]], version: int) -> dict[str
             log-probs themselves.
     """
     meters, num_applied = Meters(), 0
+    off_policy = list[OffPolicyCounts]()
     for number, of_mini_batch in enumerate(updates):
         for update in of_mini_batch:
             batch = update.batch
             if not batch.num_loss_tokens:
                 continue
             try:
-                metrics = update.learner.update(
+                metrics, counts = update.learner.update(
                     batch.micro_batches,
                     batch.num_loss_tokens,
                     proximal_is_current=batch.proximal_is_current,
@@ -54,8 +57,14 @@ def apply_updates(updates: Sequence[Sequence[Update]], version: int) -> dict[str
                 where = f"step {version}, update {number + 1} of {len(updates)}"
                 raise _not_applied(update, where, version, num_applied, error) from None
             meters.update(metrics, "value_" if update.is_critic else "")
+            off_policy += [counts] if counts is not None else []
             num_applied += 1
-    return meters.metrics()
+    described = (
+        describe_off_policy(jax.tree.map(lambda *parts: sum(parts), *off_policy))
+        if off_policy
+        else {}
+    )
+    return meters.metrics() | described
 
 
 def _not_applied(

@@ -200,6 +200,8 @@ def test_micro_batches_padding_and_shards_change_nothing(
         "kl_behave_theta",
     ):
         assert mean(result, name) == pytest.approx(mean(expected, name), abs=1e-5), name
+    for name in ("log_ratio_rms", "sequence_ess", "behave_weight_p95"):
+        assert result.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4), name
     assert_close(trainer.params, reference.params)
     assert_close(trainer.state.opt_state, reference.state.opt_state)
 
@@ -297,15 +299,15 @@ def test_proximal_is_the_policy_just_before_the_step(
     def watched_update(
         batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool
     ) -> Any:
-        metrics = update(batches, num_tokens, proximal_is_current=proximal_is_current)
+        measured = update(batches, num_tokens, proximal_is_current=proximal_is_current)
         seen.append(
             (
                 proximal_is_current,
                 np.concatenate([np.asarray(b.proximal_logp) for b in batches]),
-                metrics,
+                measured.metrics,
             )
         )
-        return metrics
+        return measured
 
     monkeypatch.setattr(learner, "put", put_and_forward)
     monkeypatch.setattr(learner, "update", watched_update)
@@ -343,7 +345,7 @@ def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(
     batches = [
         each._replace(proximal_logp=learner.logprobs(each)) for each in mini_batch.micro_batches
     ]
-    metrics = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
+    metrics, _ = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
     ratio, divergence = metrics["ratio"], metrics["kl_proximal_theta"]
     assert isinstance(ratio, tuple) and isinstance(divergence, tuple)
     assert ratio[0] / ratio[1] == pytest.approx(1.0, abs=1e-5)
