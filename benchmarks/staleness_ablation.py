@@ -1,28 +1,30 @@
-"""What staleness costs a policy, and what it brings: decoupled against plain PPO (AReaL,
-arXiv:2505.24298, table 2, figure 5).
+"""Effect of staleness on learning: decoupled against plain PPO (AReaL, arXiv:2505.24298, table 2).
 
-    python benchmarks/staleness_ablation.py
+    python benchmarks/staleness_ablation.py                    # run what is missing, then report
+    python benchmarks/staleness_ablation.py --panel=main       # one panel
+    python benchmarks/staleness_ablation.py --report           # table and figure of the stored rows
 
-Trains the embedded policy on its generated problems with max_staleness 0, 1, 2, 4, 8, 16 and
-unbounded, with both objectives and several seeds, each run by `python -m areal_jax.train` in a
-process of its own; then pass@1 on 512 held-out problems. The decoupled objective is used as the
-authors' code uses it: tokens whose weight proximal/behave is above 5 leave the loss. Rate, batch
-and updates per step are such that staleness tells: twice the updates of `--exp=aime`, and a rate
-that does not fall.
+Trains the embedded policy on its generated problems, each run by `python -m areal_jax.train` in a
+process of its own, with a constant learning rate, batches of 16 groups of 8 and 4 mini-batches, and
+evaluates pass@1 on 512 held-out problems every 10 steps. The score of a run is the mean of its last
+three evaluations, because a single one has a standard error of 2.2 points.
 
-Effective throughput, tokens trained per second, is measured by shorter runs of its own, the values
-of max_staleness in turns, with nothing else on the machine. Where decoding and training share their
-device, as on a CPU, running ahead saves only the waiting of one for the other.
+- Panel `main`: learning rate 3e-5, at which one step moves the policy as little as the paper's
+  steps do, with max_staleness 0, 4, 8, 16 and unbounded.
+- Panel `rates`: 1e-4 and 2e-4 with max_staleness 0 and 16. At these rates the policy runs through
+  most of its learning curve within 16 steps.
 
-A run that is finished is not run again, so that the script can be stopped and started. Appends to
-results/staleness_ablation.jsonl and draws results/staleness_ablation.png. About an hour on two idle
-CPU cores.
+Decoupled PPO is used as in the authors' code: tokens with a weight proximal/behave above 5 are
+masked. Every run appends one row to results/staleness_ablation.jsonl; runs that have a row are not
+repeated, so that the script can be stopped at any time and started again. Draws
+results/staleness_ablation.png. About 100 minutes on two idle CPU cores.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -33,14 +35,14 @@ from rich.console import Console
 from rich.table import Table
 from runs import Rows, pass_at_1, run_all, steps
 
-from areal_jax.metrics import names
+from areal_jax.metrics import jsonl
 
 NAME = "staleness_ablation"
-STALENESS = (0, 1, 2, 4, 8, 16, None)
 SETTINGS = (
     *("rollout.groups_per_batch=16", "rollout.samples_per_group=8", "trainer.num_mini_batches=4"),
-    *("trainer.optimizer.learning_rate=2e-4", "trainer.optimizer.schedule=constant"),
-    *("checkpoint.export_hf=false", "metrics.trace=false"),
+    *("trainer.optimizer.schedule=constant", "evaluation.every_steps=10"),
+    *("checkpoint.export_hf=false", "checkpoint.every_steps=0"),
+    *("metrics.trace=false", "metrics.samples=false", "metrics.tensorboard=false"),
 )
 OBJECTIVES = {
     "decoupled": (
@@ -50,196 +52,192 @@ OBJECTIVES = {
     ),
     "plain": ("trainer.loss=PPO",),
 }
-FIRST_TIMED_STEP = 5
-"""Before it, buffer and caches fill."""
+PANELS = {
+    "main": ((3e-5,), (0, 4, 8, 16, None)),
+    "rates": ((1e-4, 2e-4), (0, 16)),
+}
+"""Learning rates and bounds on staleness of each panel."""
+
+FIRST_COUNTED_STEP = 20
+"""Step from which staleness and ratios are averaged: before it, the buffer fills."""
 
 
 class Case(NamedTuple):
     """One run."""
 
     objective: str
+    learning_rate: float
     max_staleness: int | None
     seed: int
 
     @property
     def name(self) -> str:
-        return f"{self.objective}-{'unbounded' if self.max_staleness is None else self.max_staleness}-{self.seed}"
+        """Name of the run folder."""
+        return (
+            f"{self.objective}-{self.learning_rate:g}-{label(self.max_staleness)}-seed{self.seed}"
+        )
 
     @property
     def settings(self) -> tuple[str, ...]:
+        """Overrides of the experiment `aime`."""
         eta = "none" if self.max_staleness is None else str(self.max_staleness)
         return (
             *SETTINGS,
             *OBJECTIVES[self.objective],
+            f"trainer.optimizer.learning_rate={self.learning_rate:g}",
             f"rollout.max_staleness={eta}",
             f"seed={self.seed}",
         )
 
 
-def run(cases: Sequence[Case], folder: Path, num_steps: int, *settings: str) -> dict[Case, Rows]:
-    """The rows of every case, run now where it has not been."""
-    by_name = run_all(
-        {case.name: ("--exp=aime", *case.settings, *settings) for case in cases}, folder, num_steps
-    )
-    return {case: by_name[case.name] for case in cases}
-
-
-def learning(rows: Mapping[Case, Rows]) -> list[dict[str, Any]]:
-    """Of every case, what the policy came to be and how."""
-    return [
-        {
-            **case._asdict(),
-            "pass_at_1": pass_at_1(of_case)[-1],
-            "reward": [round(row[names.REWARD], 3) for row in steps(of_case)],
-            "staleness": fmean(
-                row[names.STALENESS_MEAN] for row in steps(of_case)[FIRST_TIMED_STEP:]
-            ),
-            "clip_fraction": fmean(
-                row["trainer/clip_fraction"] for row in steps(of_case)[FIRST_TIMED_STEP:]
-            ),
-        }
-        for case, of_case in rows.items()
-    ]
-
-
-def throughput(rows: Rows) -> float:
-    """Tokens trained per second of wall-clock time."""
-    timed = steps(rows)[FIRST_TIMED_STEP:]
-    return sum(row["trainer/tokens_trained"] for row in timed[1:]) / (
-        timed[-1]["time_s"] - timed[0]["time_s"]
-    )
-
-
 def label(max_staleness: int | None) -> str:
+    """Return the text for a bound."""
     return "unbounded" if max_staleness is None else str(max_staleness)
 
 
-def summary(
-    found: Sequence[Mapping[str, Any]], objective: str, max_staleness: int | None
-) -> tuple[float, float]:
-    """Mean of pass@1 over seeds, and its standard error."""
-    scores = [
-        row["pass_at_1"]
-        for row in found
-        if row["objective"] == objective and row["max_staleness"] == max_staleness
-    ]
-    return fmean(scores), stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
+def cases_of(panels: Sequence[str], seeds: Sequence[int]) -> Iterator[Case]:
+    """Yield the runs of panels, seed by seed, so that a stop leaves whole seeds."""
+    for seed in seeds:
+        for panel in panels:
+            rates, bounds = PANELS[panel]
+            for rate in rates:
+                for eta in bounds:
+                    yield from (Case(objective, rate, eta, seed) for objective in OBJECTIVES)
 
 
-def show(found: Sequence[Mapping[str, Any]], speed: Mapping[str, float]) -> None:
+def stored(num_steps: int) -> dict[Case, dict[str, Any]]:
+    """Return the stored rows of runs with this number of steps."""
+    path = FOLDER / f"{NAME}.jsonl"
+    rows = jsonl.read(path) if path.exists() else ()
+    return {
+        Case(*(row[name] for name in Case._fields)): row
+        for row in rows
+        if "objective" in row and row["num_steps"] == num_steps
+    }
+
+
+def describe(rows: Rows) -> dict[str, Any]:
+    """Return the figures of a finished run."""
+    scores, of_steps = pass_at_1(rows), steps(rows)[FIRST_COUNTED_STEP:]
+
+    def mean(name: str) -> float:
+        return fmean(row[name] for row in of_steps)
+
+    return {
+        "pass_at_1": fmean(scores[-3:]),
+        "evaluations": scores,
+        "staleness": mean("trainer/staleness"),
+        "log_ratio_rms": mean("trainer/log_ratio_rms"),
+        "sequence_ess": mean("trainer/sequence_ess"),
+        "behave_weight_p99": mean("trainer/behave_weight_p99"),
+        "clip_fraction": mean("trainer/clip_fraction"),
+    }
+
+
+def run_missing(cases: Sequence[Case], folder: Path, num_steps: int) -> None:
+    """Run the cases that have no row, and store a row of each."""
+    missing = [case for case in cases if case not in stored(num_steps)]
+    for number, case in enumerate(missing):
+        print(f"run {number + 1} of {len(missing)}: {case.name}", flush=True)
+        shutil.rmtree(folder / case.name, ignore_errors=True)  # a run that was stopped
+        rows = run_all({case.name: ("--exp=aime", *case.settings)}, folder, num_steps)[case.name]
+        append(
+            NAME,
+            {**case._asdict(), "num_steps": num_steps, "settings": SETTINGS, **describe(rows)},
+        )
+
+
+def score(
+    found: Mapping[Case, Mapping[str, Any]], objective: str, rate: float, eta: int | None
+) -> tuple[float, float, int]:
+    """Return the mean of pass@1 over seeds, its standard error and the number of seeds."""
+    scores = [row["pass_at_1"] for case, row in found.items() if case[:3] == (objective, rate, eta)]
+    if not scores:
+        return float("nan"), 0.0, 0
+    return (
+        fmean(scores),
+        stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0,
+        len(scores),
+    )
+
+
+def average(
+    found: Mapping[Case, Mapping[str, Any]], rate: float, eta: int | None, name: str
+) -> float:
+    """Return the mean of a figure over the decoupled runs of a cell."""
+    values = [row[name] for case, row in found.items() if case[:3] == ("decoupled", rate, eta)]
+    return fmean(values) if values else float("nan")
+
+
+def show(found: Mapping[Case, Mapping[str, Any]]) -> None:
+    """Print the table."""
     table = Table(
-        "max_staleness",
-        *(f"{objective}: pass@1, %" for objective in OBJECTIVES),
-        "tokens trained/s",
+        *("learning rate", "max_staleness"),
+        *(f"{objective}: pass@1" for objective in OBJECTIVES),
+        *("seeds", "mean staleness", "log-ratio rms", "sequence ESS"),
         title=NAME,
     )
-    for eta in STALENESS:
-        scores = [summary(found, objective, eta) for objective in OBJECTIVES]
-        table.add_row(
-            label(eta),
-            *(f"{mean:.1%} ± {error:.1%}" for mean, error in scores),
-            f"{speed.get(label(eta), 0):,.0f}",
-        )
-    Console().print(table)
+    for rates, bounds in PANELS.values():
+        for rate in rates:
+            for eta in bounds:
+                scores = [score(found, objective, rate, eta) for objective in OBJECTIVES]
+                table.add_row(
+                    *(f"{rate:g}", label(eta)),
+                    *(f"{mean:.1%} ± {error:.1%}" for mean, error, _ in scores),
+                    "/".join(str(number) for *_, number in scores),
+                    f"{average(found, rate, eta, 'staleness'):.1f}",
+                    f"{average(found, rate, eta, 'log_ratio_rms'):.3f}",
+                    f"{average(found, rate, eta, 'sequence_ess'):.2f}",
+                )
+    Console(width=130).print(table)
 
 
-def plot(found: Sequence[Mapping[str, Any]], speed: Mapping[str, float]) -> None:
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    (first, second), (third, fourth) = figure.subplots(2, 2)
-    shades = ("black", "tab:purple", "tab:blue", "tab:green", "tab:orange", "tab:red", "tab:brown")
-    colours = dict(zip(STALENESS, shades, strict=True))
-    for axes, objective in zip((first, second), OBJECTIVES, strict=True):
-        for eta in STALENESS:
-            curves = [
-                row["reward"]
-                for row in found
-                if row["objective"] == objective and row["max_staleness"] == eta
-            ]
-            mean = [fmean(values) for values in zip(*curves, strict=True)]
-            smooth = [fmean(mean[max(0, i - 4) : i + 1]) for i in range(len(mean))]
-            axes.plot(smooth, color=colours[eta], label=f"η {label(eta)}")
-        axes.set(title=f"{objective} PPO", xlabel="trainer step", ylabel="reward (5 steps' mean)")
-        axes.grid(alpha=0.3)
-    first.sharey(second)
-    first.legend(fontsize=8, ncols=2)
-    places = range(len(STALENESS))
-    for shift, objective in ((-0.08, "decoupled"), (0.08, "plain")):
-        means, errors = zip(*(summary(found, objective, eta) for eta in STALENESS), strict=True)
-        third.errorbar(
-            [x + shift for x in places], means, errors, fmt="o", capsize=3, label=f"{objective} PPO"
-        )
-    third.axhline(
-        summary(found, "decoupled", 0)[0],
-        color="grey",
-        linestyle=":",
-        label="synchronous, decoupled",
-    )
-    third.set(title="held-out pass@1 after the last step", xlabel="max_staleness η", ylim=(0, None))
-    third.legend(fontsize=8)
-    fourth.bar(
-        list(places),
-        [speed.get(label(eta), 0.0) for eta in STALENESS],
-        color=[colours[eta] for eta in STALENESS],
-    )
-    fourth.set(
-        title="effective throughput", xlabel="max_staleness η", ylabel="tokens trained per second"
-    )
-    for axes in (third, fourth):
-        axes.set_xticks(list(places), [label(eta) for eta in STALENESS])
+def plot(found: Mapping[Case, Mapping[str, Any]]) -> None:
+    """Draw pass@1 by staleness: the main panel, and the two higher rates."""
+    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    panels = [(rate, bounds) for rates, bounds in PANELS.values() for rate in rates]
+    for axes, (rate, bounds) in zip(
+        figure.subplots(1, len(panels), sharey=True), panels, strict=True
+    ):
+        places = range(len(bounds))
+        for shift, objective in ((-0.06, "decoupled"), (0.06, "plain")):
+            scores = [score(found, objective, rate, eta) for eta in bounds]
+            axes.errorbar(
+                [x + shift for x in places],
+                [mean for mean, *_ in scores],
+                [error for _, error, _ in scores],
+                fmt="o-",
+                capsize=3,
+                label=f"{objective} PPO",
+            )
+        axes.set(title=f"learning rate {rate:g}", xlabel="max_staleness η")
+        axes.set_xticks(list(places), [label(eta) for eta in bounds])
         axes.grid(alpha=0.3, axis="y")
+        axes.legend(fontsize=8)
+    figure.axes[0].set_ylabel("held-out pass@1, mean of the last three evaluations")
+    figure.suptitle(
+        "Measured on two CPU cores: embedded policy, mean and standard error over seeds"
+    )
     figure.savefig(FOLDER / f"{NAME}.png", dpi=110)
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
-    parser.add_argument("--steps", type=int, default=60, help="trainer steps of a run that learns")
+    parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="run folders")
+    parser.add_argument("--steps", type=int, default=100, help="trainer steps of a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--timed-steps", type=int, default=25, help="trainer steps of a run that is timed"
-    )
-    parser.add_argument("--rounds", type=int, default=2, help="timed runs of every max_staleness")
-    parser.add_argument(
-        "--only", choices=("learning", "throughput"), help="run these, and report nothing"
-    )
+    parser.add_argument("--panel", choices=PANELS, help="run this panel only")
+    parser.add_argument("--report", action="store_true", help="run nothing")
     options = parser.parse_args()
-    rows, timed = {}, {}
-    if options.only != "throughput":
-        cases = [
-            Case(objective, eta, seed)
-            for seed in options.seeds
-            for eta in STALENESS
-            for objective in OBJECTIVES
-        ]
-        rows = run(cases, options.folder, options.steps, f"evaluation.every_steps={options.steps}")
-    if options.only != "learning":
-        cases = [
-            Case("decoupled", eta, seed) for seed in range(options.rounds) for eta in STALENESS
-        ]
-        timed = run(
-            cases, options.folder / "timed", options.timed_steps, "evaluation.every_steps=0"
-        )
-    if options.only is None:
-        found = learning(rows)
-        speed = {
-            label(eta): fmean(
-                throughput(timed[case]) for case in timed if case.max_staleness == eta
-            )
-            for eta in STALENESS
-        }
-        append(
-            NAME,
-            {
-                "settings": SETTINGS,
-                "objectives": OBJECTIVES,
-                "runs": found,
-                "tokens_trained_per_s": speed,
-            },
-        )
-        plot(found, speed)
-        show(found, speed)
+    if not options.report:
+        panels = [options.panel] if options.panel else list(PANELS)
+        run_missing(list(cases_of(panels, options.seeds)), options.folder, options.steps)
+    found = stored(options.steps)
+    plot(found)
+    show(found)
 
 
 if __name__ == "__main__":
