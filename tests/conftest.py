@@ -42,8 +42,14 @@ settings.register_profile(
 )
 settings.load_profile("without clocks")
 
-# It drags in TensorFlow, and is tried in an environment of its own.
-collect_ignore = [] if importlib.util.find_spec("jetstream") else ["orchestrator"]
+# Tests of extras that have environments of their own: `jetstream` brings TensorFlow, and `tpu` the
+# compilers of TPUs.
+collect_ignore = [
+    folder
+    for folder, library in (("orchestrator", "jetstream"), ("compile_only", "libtpu"))
+    if not importlib.util.find_spec(library)
+]
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
 
 @pytest.fixture(autouse=True)

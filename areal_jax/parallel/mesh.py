@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.torus import arrange, order_devices
 
 PAPERS_SHARE = 3 / 4
 """Share of rollout devices (AReaL, arXiv:2505.24298, section 7.1)."""
@@ -26,7 +27,7 @@ class Meshes(NamedTuple):
 
 
 def make_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None = None) -> Meshes:
-    """Split devices into a train mesh and a rollout mesh.
+    """Split devices into a train mesh and a rollout mesh, each a contiguous part of the network.
 
     Args:
         placement: settings of the meshes.
@@ -35,7 +36,7 @@ def make_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None
     Raises:
         ValueError: there are too few devices, or their number is not divisible by the shards.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = order_devices(jax.devices() if devices is None else devices)
     num_train, num_rollout = _split(placement, len(devices))
     train = make_train_mesh(placement, devices[:num_train])
     return Meshes(train, make_rollout_mesh(placement, devices[-num_rollout:]))
@@ -63,7 +64,7 @@ def make_train_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -
         axes = {"data": others} | shards
     else:
         axes = {"data": 1} | shards | {"fsdp": others}
-    return _make_mesh(axes, devices)
+    return _make_mesh(axes, order_devices(devices))
 
 
 def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:
@@ -78,7 +79,8 @@ def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device])
             f"{len(devices)} rollout devices are not divisible by "
             f"placement.rollout_tensor={placement.rollout_tensor}"
         )
-    return _make_mesh({"data": others, "tensor": placement.rollout_tensor}, devices)
+    axes = {"data": others, "tensor": placement.rollout_tensor}
+    return _make_mesh(axes, order_devices(devices))
 
 
 def engine_meshes(rollout: Mesh, num_engines: int) -> list[Mesh]:
@@ -136,6 +138,5 @@ def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:
 
 def _make_mesh(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
     # With jax's default, Explicit, with_sharding_constraint would be an assertion.
-    return jax.make_mesh(
-        tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), devices=devices
-    )
+    types = (AxisType.Auto,) * len(axes)
+    return Mesh(arrange(tuple(axes.values()), devices), tuple(axes), axis_types=types)
