@@ -1,26 +1,34 @@
-"""Shared by the commands: arguments, messages on stderr, and the settings in --help."""
+"""Shared by the commands: arguments, --help, --version, shell completion, messages on stderr."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import os
-import shutil
+import platform
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from areal_jax import __version__
+from areal_jax.cli.completion import completions
+from areal_jax.cli.settings_help import help_text
 from areal_jax.config.experiment import AnyExperiment, Experiment
-from areal_jax.config.load import experiment_names, find_experiment, load_experiment, read_config
-from areal_jax.config.overrides import Settings, groups, kind_name, settings
+from areal_jax.config.load import experiment_names, load_experiment, read_config
+from areal_jax.config.overrides import settings
 from areal_jax.errors import ConfigError
 from areal_jax.metrics.files import describe_disk_error
 
+Completer = Callable[..., Sequence[str]]
+"""Completes an argument in the shell; called by argcomplete with named arguments."""
+
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises ConfigError for invalid arguments."""
+    """A parser of --help, --version and a command's own arguments, in any order, that raises
+    ConfigError for invalid ones."""
 
     def __init__(self, advice: str) -> None:
         """
@@ -29,22 +37,84 @@ class Parser(argparse.ArgumentParser):
         """
         super().__init__(add_help=False, allow_abbrev=False)
         self._advice = advice
+        self.add_argument("-h", "--help", metavar="TOPIC")
+        self.add_argument("--version", action="store_true")
+
+    def parse(self, argv: Sequence[str] | None, *, optional: Sequence[str] = ()) -> Namespace:
+        """Parse arguments, by default those of the process.
+
+        Args:
+            optional: options besides --help whose value may be missing; it is then empty.
+        """
+        if "_ARGCOMPLETE" in os.environ:
+            # The shell asks for completions, in a process of its own.
+            import argcomplete
+
+            argcomplete.autocomplete(self)
+        given = sys.argv[1:] if argv is None else argv
+        bare = {"-h": "--help=", **{name: f"{name}=" for name in ("--help", *optional)}}
+        return self.parse_intermixed_args([bare.get(each, each) for each in given])
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self._advice}")
 
 
-def experiment_parser() -> Parser:
-    """A parser of options with two dashes and of overrides without, in any order."""
-    parser = Parser("settings are given without dashes, as a.b=c, and --help lists them")
-    parser.add_argument("--exp")
+def config_parser(config: object) -> Parser:
+    """A parser of overrides of a record, or of a class with its defaults."""
+    return _overrides_parser(lambda prefix, **_: completions(prefix, settings(config), {}))
+
+
+def experiment_parser(others: Mapping[str, Sequence[str]]) -> Parser:
+    """A parser of --exp, --config and overrides.
+
+    Args:
+        others: values of the keys that are no settings, for completion.
+    """
+
+    def complete(prefix: str, parsed_args: Namespace, **_: object) -> list[str]:
+        config: object = Experiment
+        with suppress(ConfigError):  # the command is not finished
+            config = named_experiment(parsed_args)
+        return completions(prefix, settings(config), others)
+
+    parser = _overrides_parser(complete)
+    _complete_with(parser.add_argument("--exp"), lambda **_: experiment_names())
     parser.add_argument("--config", type=Path)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("overrides", nargs="*")
     return parser
 
 
-def named_experiment(command: argparse.Namespace) -> AnyExperiment:
+def _overrides_parser(complete: Completer) -> Parser:
+    parser = Parser("settings are given without dashes, as a.b=c, and --help lists them")
+    _complete_with(parser.add_argument("overrides", nargs="*"), complete)
+    return parser
+
+
+def _complete_with(action: argparse.Action, complete: Completer) -> None:
+    # argcomplete reads this attribute.
+    vars(action)["completer"] = complete
+
+
+def answer(command: Namespace, usage: str, config: object = None) -> bool:
+    """Print what --help or --version asks for; whether one of them was given.
+
+    Args:
+        usage: of the command.
+        config: a record, or a class with its defaults, whose settings --help lists; None: the
+            command has no settings.
+    """
+    if command.version:
+        show(f"areal_jax {__version__} (jax {version('jax')}, Python {platform.python_version()})")
+    elif command.help is not None:
+        show(usage if config is None else help_text(usage, config, command.help))
+    return command.version or command.help is not None
+
+
+def has_experiment(command: Namespace) -> bool:
+    """Whether --exp or --config is given."""
+    return bool(command.exp or command.config)
+
+
+def named_experiment(command: Namespace) -> AnyExperiment:
     """Load the experiment that --exp or --config names, with the overrides.
 
     Raises:
@@ -83,52 +153,3 @@ def show(text: str) -> None:
     except BrokenPipeError:
         # The interpreter flushes the buffer when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def help_text(usage: str, config: AnyExperiment | type[Experiment]) -> str:
-    """The usage, and every setting with value, type and doc; for a choice among classes, the
-    settings of each class."""
-    values = "defaults" if isinstance(config, type) else f"values of {config.name}"
-    lines = [usage, "experiments:"]
-    lines += [f"  {name:<12}  {_first_line(name)}" for name in experiment_names()]
-    return "\n".join([*lines, "", f"settings, with the {values}:", settings_text(config)])
-
-
-def settings_text(config: object) -> str:
-    """Every setting of a record, or of a class with its defaults, as --help lists them."""
-    width = min(shutil.get_terminal_size().columns, 128)
-    return "\n".join(_setting_lines(settings(config), groups(config), width))
-
-
-def _setting_lines(
-    listed: Settings, headings: Mapping[str, str], width: int, indent: str = "  "
-) -> Iterator[str]:
-    group = chosen = ""
-    for setting in listed.values():
-        if chosen and setting.key.startswith(chosen):
-            continue
-        parent = setting.key.rpartition(".")[0]
-        if parent != group and parent in headings:
-            yield f"\n{indent}{parent}: {headings[parent]}"
-        group = parent
-        yield f"{indent}{setting.key}={setting.text()}"
-        yield textwrap.indent(
-            textwrap.fill(f"{kind_name(setting.kind)}; {setting.doc}", width - len(indent) - 4),
-            indent + "    ",
-        )
-        chosen = f"{setting.key}." if setting.choices else ""
-        for choice in setting.choices:
-            yield (
-                f"{indent}  with {setting.key}={choice.__name__}: "
-                f"{(choice.__doc__ or '').partition(chr(10))[0]}"
-            )
-            present = {key: inner for key, inner in listed.items() if key.startswith(chosen)}
-            inside = present if choice is setting.value else settings(choice, chosen)
-            yield from _setting_lines(inside, {}, width, indent + "    ")
-
-
-def _first_line(name: str) -> str:
-    docstring = (
-        ast.get_docstring(ast.parse(find_experiment(name).read_text(encoding="utf-8"))) or ""
-    )
-    return docstring.partition("\n")[0]

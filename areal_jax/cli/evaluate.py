@@ -4,44 +4,46 @@ policy."""
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.cli.arguments import (
+    answer,
     experiment_parser,
     fail,
     fail_on_disk,
-    help_text,
+    has_experiment,
     named_experiment,
-    show,
 )
+from areal_jax.cli.settings_help import wrap_names
 from areal_jax.cluster.environment import prepare
 from areal_jax.cluster.signals import interruptible
 from areal_jax.config.experiment import Experiment
-from areal_jax.config.load import CONFIG_FILE, experiment_names
+from areal_jax.config.load import CONFIG_FILE
 from areal_jax.config.overrides import parse_overrides, settings
 from areal_jax.config.policy_names import NamedPolicy, named_policy
 from areal_jax.data.benchmarks import BENCHMARKS, find_benchmark
 from areal_jax.errors import ConfigError
 
 USAGE = f"""\
-usage: python -m areal_jax.evaluate --exp=NAME [checkpoint=WHERE] [data=WHAT] [a.b=c ...] [options]
+usage: areal-evaluate --exp=NAME [checkpoint=WHERE] [data=WHAT] [a.b=c ...] [options]
 
-Sample answers of a policy to problems, grade them, and write a report. The same command resumes an evaluation that stopped.
+Sample answers of a policy to problems, grade them, and write a report. The same command resumes an
+evaluation that stopped.
 
-  --exp=NAME            an experiment ({{names}}), or the path of a .py file that defines `experiment`;
-                        default where checkpoint= names a run: the settings of that run
+  --exp=NAME            an experiment, or the path of a .py file that defines `experiment`; default,
+                        if checkpoint= names a run: the settings of that run
   --config=FILE         instead of --exp: the {CONFIG_FILE} of an earlier run
-  checkpoint=WHERE      a run folder (its newest checkpoint), RUN/{CHECKPOINTS}/VERSION, a Hugging Face folder or hub name, a
-                        PEFT folder, or the URL of a server that speaks OpenAI's protocol, such as http://127.0.0.1:8000/v1
-                        (with the token in OPENAI_API_KEY); default: the experiment's policy
+  checkpoint=WHERE      a run folder (its newest checkpoint), RUN/{CHECKPOINTS}/VERSION, a Hugging
+                        Face folder or hub name, a PEFT folder, or the URL of a server that speaks
+                        OpenAI's protocol, such as http://127.0.0.1:8000/v1 (with the token in
+                        OPENAI_API_KEY); default: the experiment's policy
   data=WHAT             {{benchmarks}},
-                        or a file or folder in any of their formats; default: the experiment's eval_tasks
-  a.b=c                 change a setting, such as evaluation.samples_per_task=32 or engine.max_new_tokens=2048
+                        or a file or folder in any of their formats; default: the experiment's
+                        eval_tasks
+  a.b=c                 change a setting, such as evaluation.samples_per_task=32
   --folder=DIR          folder to write, or to resume; default: evaluations/NAME-CHECKPOINT-DIGEST
-  --help                this text, with every setting; with --exp or --config, their values
 """
 
 
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with interruptible() as interruption:
         interruption.advice = lambda: "the same command resumes it"
         try:
-            return _run(_parse(sys.argv[1:] if argv is None else argv))
+            return _run(_parse(argv))
         except ConfigError as error:
             return fail(f"{error}", 2)
         except KeyboardInterrupt as interrupt:
@@ -65,28 +67,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             return fail_on_disk(error, interruption.advice())
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = experiment_parser()
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = experiment_parser({"checkpoint": [], "data": list(BENCHMARKS)})
     parser.add_argument("--folder", type=Path)
-    return parser.parse_intermixed_args(list(argv))
+    return parser.parse(argv)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     given = parse_overrides(arguments.overrides)
     where, data = given.pop("checkpoint", ""), given.pop("data", "")
     arguments.overrides = [f"{key}={value}" for key, value in given.items()]
-    if arguments.help:
-        usage = USAGE.format(names=", ".join(experiment_names()), benchmarks=", ".join(BENCHMARKS))
-        show(
-            help_text(
-                usage,
-                named_experiment(arguments) if arguments.exp or arguments.config else Experiment,
-            )
-        )
+    usage = USAGE.format(benchmarks=wrap_names(BENCHMARKS))
+    shown = named_experiment(arguments) if has_experiment(arguments) else Experiment
+    if answer(arguments, usage, shown):
         return 0
     server = where if where.startswith(("http://", "https://")) else None
     named = named_policy(where, "checkpoint") if where and not server else NamedPolicy({})
-    if named.checkpoint is not None and not (arguments.exp or arguments.config):
+    if named.checkpoint is not None and not has_experiment(arguments):
         arguments.config = named.checkpoint.folder / CONFIG_FILE
     implied = [f"policy.{key}={text}" for key, text in named.settings.items()]
     if data:

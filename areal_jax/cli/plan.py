@@ -3,12 +3,11 @@ of a cluster and its best split."""
 
 from __future__ import annotations
 
-import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_jax.cli.arguments import fail, settings_text, show
+from areal_jax.cli.arguments import answer, config_parser, fail
+from areal_jax.cli.settings_help import wrap_names
 from areal_jax.config.overrides import assign, build, from_text, parse_overrides, settings
 from areal_jax.errors import ConfigError
 from areal_jax.json_files import read_json
@@ -20,13 +19,15 @@ from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.planner import ClusterPlan, plan_cluster
 
 USAGE = f"""\
-usage: python -m areal_jax.plan model=NAME devices=N context=TOKENS [a=b ...]
+usage: areal-plan model=NAME devices=N context=TOKENS [a=b ...]
 
-Simulate reinforcement learning on a cluster: the real gate, buffer and controller under a simulated clock, devices by their
-data sheets. Prints the best split, throughput, hours and the bottleneck. No device and no weights are needed.
+Simulate reinforcement learning on a cluster: the real gate, buffer and controller under a simulated
+clock, devices by their data sheets. Prints the best split, throughput, hours and the bottleneck. No
+device and no weights are needed.
 
-  models   {textwrap.fill(", ".join(KNOWN), 110, subsequent_indent=" " * 11)}
-  devices  {", ".join(DEVICES)}
+  model=NAME            a folder with a config.json, or one of
+                        {wrap_names(KNOWN)}
+  device=NAME           {", ".join(DEVICES)}
 """
 
 
@@ -36,15 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0, or 2 for invalid input, with one message on stderr.
     """
-    arguments = sys.argv[1:] if argv is None else argv
-    if not arguments or set(arguments) & {"-h", "--help"}:
-        show(f"{USAGE}\nsettings:\n{settings_text(ClusterQuestion)}")
-        return 0
     try:
-        question = build(
-            ClusterQuestion,
-            assign(parse_overrides(arguments), settings(ClusterQuestion), from_text),
-        )
+        command = config_parser(ClusterQuestion).parse(argv)
+        if answer(command, USAGE, ClusterQuestion):
+            return 0
+        given = parse_overrides(command.overrides)
+        question = build(ClusterQuestion, assign(given, settings(ClusterQuestion), from_text))
         found = plan_cluster(question, find_model(question.model, question.ignore_config_keys))
     except ConfigError as error:
         return fail(f"{error}", 2)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_jax.cli.arguments import Parser, fail, fail_on_disk, show
+from areal_jax.cli.arguments import Parser, answer, fail, fail_on_disk, show
 from areal_jax.errors import ConfigError
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.report import write_report
 from areal_jax.run.claim import writable
 
 USAGE = """\
-usage: python -m areal_jax.report RUN_FOLDER
+usage: areal-report RUN_FOLDER
 
-Write report.html and learning_curve.png of a run folder again, from its metrics.jsonl, samples.jsonl and run.json.
-The run may have ended early, or still be running. No device and no weights are needed.
+Write report.html and learning_curve.png of a run folder again, from its metrics.jsonl,
+samples.jsonl and run.json. The run may have ended early, or still be running. No device and no
+weights are needed.
 """
 
 
@@ -28,9 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0; 2 for invalid input; 1 where the disk is full. Not 0: one line on stderr.
     """
     try:
-        command = _parse(sys.argv[1:] if argv is None else argv)
-        if command.help:
-            show(USAGE)
+        command = _parse(argv)
+        if answer(command, USAGE):
             return 0
         show(f"report: {_write(command.run_folder)}")
     except ConfigError as error:
@@ -40,12 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("give one run folder; --help says more")
-    parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("run_folder", type=Path, nargs="?")
-    command = parser.parse_args(list(argv))
-    if command.run_folder is None and not command.help:
+    command = parser.parse(argv)
+    if command.run_folder is None and command.help is None and not command.version:
         parser.error("expected a run folder, found none")
     return command
 

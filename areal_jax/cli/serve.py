@@ -6,10 +6,9 @@ import asyncio
 import gc
 import logging
 import secrets
-import sys
 from collections.abc import Sequence
 
-from areal_jax.cli.arguments import fail, settings_text, show
+from areal_jax.cli.arguments import answer, config_parser, fail
 from areal_jax.cluster.environment import prepare
 from areal_jax.cluster.signals import SIGNALS, Interruption, interruptible, save_handlers
 from areal_jax.config.overrides import assign, build, from_text, parse_overrides, settings
@@ -20,10 +19,12 @@ from areal_jax.serve.config import ServeConfig
 logger = logging.getLogger("areal_jax.serve")
 
 USAGE = """\
-usage: python -m areal_jax.serve [a.b=c ...]
+usage: areal-serve [a.b=c ...] [options]
 
-Answer requests in OpenAI's protocol (/v1/chat/completions, /v1/completions, /v1/models) until Ctrl-C or SIGTERM.
+Answer requests in OpenAI's protocol (/v1/chat/completions, /v1/completions, /v1/models) until
+Ctrl-C or SIGTERM.
 
+  a.b=c                 change a setting, such as model=runs/NAME or engine.num_slots=32
 """
 
 END_S = 2.0
@@ -38,10 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         out; 1 where the engine stops; 2 for invalid input; 130 and 143 where SIGINT or SIGTERM came
         before the server answered, or came twice.
     """
-    given = sys.argv[1:] if argv is None else argv
-    if {"--help", "-h"} & set(given):
-        show(USAGE + settings_text(ServeConfig))
-        return 0
+    try:
+        command = config_parser(ServeConfig).parse(argv)
+        if answer(command, USAGE, ServeConfig):
+            return 0
+    except ConfigError as error:
+        return fail(f"{error}", 2)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("jax").setLevel(
         logging.WARNING
@@ -49,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with interruptible(END_S) as interruption:
         interruption.advice = lambda: "no request was running"
         try:
-            config = read_config(given)
+            config = read_config(command.overrides)
             # jax reads its flags when it is first imported: imports of jax come after this.
             logger.info("loading %s", config.model)
             prepare(PlacementConfig(simulated_devices=config.simulated_devices))

@@ -8,7 +8,6 @@ import itertools
 import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
@@ -18,13 +17,14 @@ from pathlib import Path
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.cli.arguments import (
+    answer,
     experiment_parser,
     fail,
     fail_on_disk,
-    help_text,
+    has_experiment,
     named_experiment,
-    show,
 )
+from areal_jax.cli.settings_help import wrap_names
 from areal_jax.cluster.environment import prepare
 from areal_jax.cluster.signals import Interruption, Stopped, exit_status, interruptible
 from areal_jax.cluster.watchdog import Stalled
@@ -49,19 +49,20 @@ TRIAL = "trial"
 """Folder of the trial steps of placement.rollout_share=auto, inside a run folder."""
 
 USAGE = f"""\
-usage: python -m areal_jax.train --exp=NAME [a.b=c ...] [options]
+usage: areal-train --exp=NAME [a.b=c ...] [options]
 
 Train the policy of an experiment. Metrics, samples and checkpoints are written to the run folder.
 
-  --exp=NAME            an experiment ({{names}}), or the path of a .py file that defines `experiment`
+  --exp=NAME            an experiment, or the path of a .py file that defines `experiment`:
+                        {{names}}
   --config=FILE         instead of --exp: the {CONFIG_FILE} of an earlier run
-  a.b=c                 change a setting, such as rollout.max_staleness=8; a choice among classes by name,
-                        such as tasks=Files tasks.path=problems.jsonl
-  algorithm=NAME        the switches of a published algorithm: {{algorithms}}
+  a.b=c                 change a setting, such as rollout.max_staleness=8; a choice among classes
+                        by name, such as tasks=Files tasks.path=problems.jsonl
+  algorithm=NAME        the settings of a published algorithm:
+                        {{algorithms}}
   --run-folder=DIR      folder to write; default: {RUNS_FOLDER}/NAME-TIME
-  --resume[=DIR]        resume the run in DIR, or the newest run (of NAME, where --exp is given)
-  --dry-run             print the resolved settings and the plan (devices, meshes, memory), and train nothing
-  --help                this text, with every setting; with --exp or --config, their values
+  --resume[=DIR]        resume the run in DIR, or the newest run (of NAME, if --exp is given)
+  --dry-run             print settings, devices, meshes and memory, and train nothing
 """
 
 
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with interruptible() as interruption:
         interruption.advice = lambda: "nothing was trained"
         try:
-            return _run(_parse(sys.argv[1:] if argv is None else argv), interruption)
+            return _run(_parse(argv), interruption)
         except ConfigError as error:
             return fail(f"{error}", 2)
         except ClaimLost as error:
@@ -96,12 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: argparse.Namespace, interruption: Interruption) -> int:
-    if command.help:
-        show(
-            help_text(
-                _usage(), named_experiment(command) if command.exp or command.config else Experiment
-            )
-        )
+    if answer(
+        command, _usage(), named_experiment(command) if has_experiment(command) else Experiment
+    ):
         return 0
     run_folder = _resumed_folder(command) if command.resume is not None else None
     experiment = (
@@ -180,15 +178,13 @@ def resume_advice(run_folder: Path) -> str:
     return f"{command} resumes from the checkpoint of version {versions[-1]}"
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = experiment_parser()
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = experiment_parser({"algorithm": list(PRESETS)})
     parser.add_argument("--run-folder", type=Path)
     parser.add_argument("--resume")
     parser.add_argument("--dry-run", action="store_true")
     # A bare --resume must not take the override that follows it for its folder.
-    command = parser.parse_intermixed_args(
-        ["--resume=" if arg == "--resume" else arg for arg in argv]
-    )
+    command = parser.parse(argv, optional=["--resume"])
     if command.resume is not None and command.config:
         raise ConfigError(
             "--resume takes the settings from the run's own config.json; leave out --config"
@@ -244,5 +240,4 @@ def _has_begun(folder: Path) -> bool:
 
 
 def _usage() -> str:
-    names = textwrap.fill(", ".join(PRESETS), 100, subsequent_indent=" " * 24)
-    return USAGE.format(names=", ".join(experiment_names()), algorithms=names)
+    return USAGE.format(names=wrap_names(experiment_names()), algorithms=wrap_names(PRESETS))

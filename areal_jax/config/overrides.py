@@ -19,6 +19,7 @@ import chz
 from chz.util import MISSING_TYPE
 
 from areal_jax.bounds import Bound
+from areal_jax.config.aliases import ALIASES
 from areal_jax.errors import ConfigError
 
 T = TypeVar("T")
@@ -96,6 +97,17 @@ def settings(config: object, prefix: str = "") -> Settings:
         if chz.is_chz(value):
             listed |= settings(value, key + ".")
     return listed
+
+
+def reachable(listed: Settings, choice: str = "") -> Iterator[tuple[Setting, str]]:
+    """Yield every setting that some choices among classes bring, with these choices as overrides;
+    empty for the settings that are listed."""
+    yield from ((setting, choice) for setting in listed.values())
+    for setting in listed.values():
+        for each in setting.choices:
+            if each is not setting.value:
+                inside = settings(each, setting.key + ".")
+                yield from reachable(inside, f"{choice} {setting.key}={each.__name__}".strip())
 
 
 def groups(config: object, prefix: str = "") -> dict[str, str]:
@@ -309,8 +321,8 @@ def _mismatch(setting: Setting, found: object) -> str:
 
 
 def _unknown(key: str, known: Settings) -> str:
-    """Message about an unknown key: the settings inside it, the class that has it, or the closest
-    names."""
+    """Message about an unknown key: the settings inside it, the class that has it, or similar
+    keys."""
     if inside := [other for other in known if other.startswith(key + ".")]:
         return f"{key} is a group of settings; set one of {', '.join(inside)}"
     parent, _, name = key.rpartition(".")
@@ -321,9 +333,19 @@ def _unknown(key: str, known: Settings) -> str:
         if having:
             given = " or ".join(f"{parent}={choice}" for choice in having)
             return f"{key} is no setting of {parent}={known[parent].text()}; it needs {given}"
-    by_name = {other.rpartition(".")[2]: other for other in known}
-    close = difflib.get_close_matches(key, known, n=3) or [
-        by_name[match] for match in difflib.get_close_matches(name, by_name, n=3)
-    ]
-    hint = f"did you mean {' or '.join(close)}?" if close else "--help lists all settings"
+    close = similar(key, known)
+    hint = f"did you mean {' or '.join(close)}?" if close else "--help=WORD searches all settings"
     return f"unknown setting {key}; {hint}"
+
+
+def similar(key: str, known: Settings) -> list[str]:
+    """Keys that an unknown one may mean: by another trainer's name, else the closest names."""
+    name = key.rpartition(".")[2]
+    exist = {setting.key for setting, _ in reachable(known)}
+    by_alias = [alias for alias in ALIASES.get(name.lower(), ()) if alias in exist]
+    by_name = {other.rpartition(".")[2]: other for other in known}
+    return (
+        by_alias
+        or difflib.get_close_matches(key, known, n=3)
+        or [by_name[match] for match in difflib.get_close_matches(name, by_name, n=3)]
+    )

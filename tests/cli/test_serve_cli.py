@@ -50,7 +50,7 @@ def test_settings_are_given_as_they_are_for_training():
 
 
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]):
-    assert main(["--help"]) == 0
+    assert main(["--help=all"]) == 0
     listed = capsys.readouterr().out
     assert (
         "engine.num_slots=16" in listed

@@ -60,7 +60,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def test_help_lists_every_setting_and_choice_from_any_folder(tmp_path: Path) -> None:
-    done = train("--help", cwd=tmp_path)
+    done = train("--help=all", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     for setting in settings(load_experiment("aime")).values():
         assert f"{setting.key}=" in done.stdout
@@ -76,7 +76,7 @@ def test_help_lists_every_setting_and_choice_from_any_folder(tmp_path: Path) -> 
 
 
 def test_help_of_an_experiment_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--exp=aime_1p5b", "--help", "seed=77"]) == 0
+    assert main(["--exp=aime_1p5b", "--help=all", "seed=77"]) == 0
     shown = capsys.readouterr().out
     assert "values of aime_1p5b" in shown
     assert "seed=77\n" in shown
