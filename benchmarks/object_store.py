@@ -48,7 +48,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from results import append
 
 from areal_jax.data.sft import SupervisedExample
-from areal_jax.engine.decode import laid_out
+from areal_jax.engine.decode_state import lay_out_params
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
@@ -155,7 +155,7 @@ def beside_training(steps: int) -> dict[str, object]:
     )
     trainer = SupervisedTrainer(config, model, num_updates=10**6)
     trainer.warm_up()
-    publisher = ShardPublisher(lambda params: laid_out(policy, params, jnp.float32))
+    publisher = ShardPublisher(lambda params: lay_out_params(policy, params, jnp.float32))
     rng = np.random.default_rng(0)
     examples = [
         SupervisedExample(

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import jax
 
 from areal_jax.engine.batch import SamplingMode
-from areal_jax.engine.decode import DecodeEngine, DecodeState
+from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.decode_state import DecodeState
 from areal_jax.engine.engine_metrics import EngineMetrics
 from areal_jax.engine.scheduler import Scheduler, penalized_tokens
 from areal_jax.engine.sequence import Sequence

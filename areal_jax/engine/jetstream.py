@@ -33,7 +33,8 @@ from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_p
 
 from areal_jax.engine import sequence
 from areal_jax.engine.batch import SLOT, PrefillChunk, SamplingMode, empty_slots, sampling_mode
-from areal_jax.engine.decode import DecodeEngine, DecodeState, EngineParams
+from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.decode_state import DecodeState, EngineParams
 from areal_jax.engine.slots import SlotTable
 from areal_jax.models.paged_attention import Pages
 from areal_jax.protocols import Tokenizer

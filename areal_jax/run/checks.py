@@ -14,7 +14,7 @@ from areal_jax.cluster.config import Ray
 from areal_jax.config.experiment import AnyExperiment, Experiment
 from areal_jax.config.load import CONFIG_FILE, read_plainly
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.engine.decode import DecodeEngine, too_long
+from areal_jax.engine.decode import DecodeEngine, find_too_long
 from areal_jax.errors import ConfigError
 from areal_jax.metrics import consistency, description
 from areal_jax.run.memory_checks import find_overflow
@@ -41,7 +41,7 @@ def find_mismatches(plan: Plan) -> Iterator[str]:
             "'areal-jax[ray]'"
         )
     if plan.decodes:
-        yield from too_long(engine, f"policy.path={path}")
+        yield from find_too_long(engine, f"policy.path={path}")
         yield from _missing_program(plan.experiment)
     yield from find_unreadable(plan.experiment, engine, plan.tokenizer)
     yield from _small_critic(plan)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, closing
 from functools import partial
 
-from areal_jax.engine.decode import EngineParams
+from areal_jax.engine.decode_state import EngineParams
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.fleet import Fleet
 from areal_jax.metrics.trace import Trace

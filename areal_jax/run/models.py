@@ -22,7 +22,8 @@ from areal_jax.config.policy_names import RunCheckpoint
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.config import EngineConfig
-from areal_jax.engine.decode import DecodeEngine, EngineParams, too_long
+from areal_jax.engine.decode import DecodeEngine, find_too_long
+from areal_jax.engine.decode_state import EngineParams
 from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models import hf, lora
 from areal_jax.models.architecture import ModelConfig, Readout
@@ -301,7 +302,7 @@ def find_decoding_policy(
         dtype = compute_dtype(config.compute_dtype, mesh)
         engine = DecodeEngine(policy, mesh, engine_config, dtype)
         tokenizer = HFTokenizer.from_folder(folder, config.ignore_config_keys)
-    if problems := list(too_long(engine, f"{setting}={config.path}")):
+    if problems := list(find_too_long(engine, f"{setting}={config.path}")):
         raise ConfigError("\n".join(problems))
     return DecodingPolicy(
         config=config,

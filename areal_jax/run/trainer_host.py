@@ -17,7 +17,7 @@ from areal_jax.cluster.config import Ray
 from areal_jax.cluster.worker import Emit
 from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import read_settings
-from areal_jax.engine.decode import laid_out
+from areal_jax.engine.decode_state import lay_out_params
 from areal_jax.errors import ConfigError
 from areal_jax.parallel.hosts import join
 from areal_jax.parallel.mesh import make_train_mesh
@@ -173,7 +173,7 @@ class TrainerHost:
         )
         self._trainer.warm_up()
         self._publisher = ShardPublisher(
-            lambda params: laid_out(plan.policy, params, plan.compute_dtype)
+            lambda params: lay_out_params(plan.policy, params, plan.compute_dtype)
         )
         return {"version": self._trainer.version, "beside": beside}
 

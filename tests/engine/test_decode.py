@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from tiny_decode import CONFIG, POLICY, engine, laid_out
 
-from areal_jax.engine import decode
 from areal_jax.engine.batch import SLOT, PrefillChunk, empty_slots
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.decode_shapes import doublings
+from areal_jax.engine.decode_state import encode_slots, read_field
 
 
 @pytest.mark.parametrize(
@@ -30,16 +31,16 @@ from areal_jax.engine.decode import DecodeEngine
     ],
 )
 def test_lengths_double_up_to_the_longest_sequence(most: int, lengths: list[int]):
-    assert decode._doublings(32, most) == lengths
+    assert doublings(32, most) == lengths
 
 
 def test_slot_records_survive_the_way_to_the_device_as_integers():
     slots = empty_slots(3)
     slots[1] = (5, 6, 7, 1, (2**32 - 1, 3), 8, 0.7, 9, 0.25, 0.1, 0.5, -0.5, 1.5, 10, 11, range(8))
-    integers = jnp.asarray(decode._as_integers(slots))
+    integers = jnp.asarray(encode_slots(slots))
     assert integers.shape == (3, SLOT.itemsize // 4)
     for name in SLOT.names or ():
-        np.testing.assert_array_equal(decode._field(integers, name), slots[name])
+        np.testing.assert_array_equal(read_field(integers, name), slots[name])
 
 
 def test_every_sequence_is_prefilled_once_in_a_row_long_enough(monkeypatch: pytest.MonkeyPatch):
@@ -79,7 +80,7 @@ def test_every_sequence_is_prefilled_once_in_a_row_long_enough(monkeypatch: pyte
         return run
 
     state = wide.init_state()
-    monkeypatch.setattr(wide, "_program", program)
+    monkeypatch.setattr(wide.programs, "get", program)
     wide.prefill(laid_out(wide, 0), state, fills)
     assert sorted(seen) == list(range(17))
     # Lengths 32, 64, 128. 13 short ones go as 8 and 5; one as long as a prompt may be goes alone;
@@ -106,7 +107,7 @@ def test_a_view_comes_to_any_length_by_way_of_those_between():
         state = long.fit(state, num_columns)
         lengths.append(state.view[0][0].shape[3] - 4)
     assert lengths == [640, 128, 256]
-    assert {key[1:] for key in long._programs if key[0] == "resize"} == {
+    assert {key[1:] for key in long.programs.compiled if key[0] == "resize"} == {
         (128, 256),
         (256, 640),
         (640, 256),

@@ -35,6 +35,8 @@ from tiny_decode import (
 from areal_jax.engine.batch import DecodeOutput, SamplingMode
 from areal_jax.engine.config import MAX_TOP_K
 from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.decode_programs import DecodePrograms
+from areal_jax.engine.decode_shapes import DecodeShapes
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.sampling import uniforms
 from areal_jax.engine.sequence import Sequence
@@ -329,7 +331,10 @@ def test_the_view_grows_and_shrinks_with_the_longest_sequence():
         logp = np.stack([trainer_logp(range(20), completion, seed) for seed in range(2)])
         expected = logp[completion.versions, np.arange(len(completion.tokens))]
         np.testing.assert_allclose(completion.logp, expected, atol=1e-4)
-    assert {key[1:] for key in long._programs if key[0] == "resize"} == {(128, 224), (224, 128)}
+    assert {key[1:] for key in long.programs.compiled if key[0] == "resize"} == {
+        (128, 224),
+        (224, 128),
+    }
 
 
 # Interruption: snapshots, suspension, cancellation.
@@ -893,18 +898,27 @@ def test_events_tell_what_the_thread_did():
     assert len(whole(PROMPT, uninterrupted(request())[0][0])) == 25
 
 
-class Slow(DecodeEngine):
-    """Compiles filtered drawing only once it is let."""
+class SlowPrograms(DecodePrograms):
+    """Programs that compile filtered sampling only once `let` is set."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, shapes: DecodeShapes) -> None:
+        super().__init__(shapes)
         self.asked, self.let = threading.Event(), threading.Event()
 
-    def _lowered(self, verb: str, *shape: int) -> jax.stages.Lowered:
+    def lower(self, verb: str, *shape: int) -> jax.stages.Lowered:
         if verb == "generate" and shape[1] == SamplingMode.FILTERED:
             self.asked.set()
             assert self.let.wait(60)
-        return super()._lowered(verb, *shape)
+        return super().lower(verb, *shape)
+
+
+class Slow(DecodeEngine):
+    """An engine with `SlowPrograms`."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.programs = slow = SlowPrograms(self.shapes)
+        self.asked, self.let = slow.asked, slow.let
 
 
 def slow_engine() -> Slow:

@@ -22,7 +22,8 @@ from tiny_decode import (
     with_setting,
 )
 
-from areal_jax.engine.decode import DecodeEngine, Reader
+from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.decode_state import Reader
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.sequence import SequenceState
 from areal_jax.records import Completion, Request

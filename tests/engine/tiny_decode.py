@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.engine.config import EngineConfig
-from areal_jax.engine.decode import DecodeEngine, EngineParams
+from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.decode_state import EngineParams
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention

@@ -14,7 +14,8 @@ import numpy as np
 import areal_jax
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.config import EngineConfig
-from areal_jax.engine.decode import DecodeEngine, EngineParams
+from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.decode_state import EngineParams
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models import hf
 from areal_jax.models.decoder import Policy

@@ -1,0 +1,150 @@
+"""The decode programs, compiled ahead of their first call and kept by verb and shape.
+
+A call with other shapes is an error, not a silent compilation.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from areal_jax.engine.batch import SamplingMode
+from areal_jax.engine.decode_shapes import DecodeShapes, shardings_of
+from areal_jax.engine.decode_state import EngineParams
+from areal_jax.engine.decode_step import generate
+from areal_jax.engine.decode_view import insert_pages, resize
+from areal_jax.engine.prefill import copy_pages, extend, prefill
+from areal_jax.parallel.sharding import on_shards
+
+
+class DecodePrograms:
+    """Compiled programs of one engine.
+
+    Attributes:
+        compiled: Programs by verb and shape.
+        compile_s: Time spent on compiling so far, in seconds.
+    """
+
+    def __init__(self, shapes: DecodeShapes):
+        """
+        Args:
+            shapes: Policy, mesh and sizes.
+        """
+        self._shapes = shapes
+        self.compiled: dict[tuple[str | int, ...], Callable[..., Any]] = {}
+        self.compile_s = 0.0
+
+    def get(self, verb: str, *shape: int) -> Callable[..., Any]:
+        """Return a program; compile it first if this is its first use."""
+        key = (verb, *shape)
+        if key not in self.compiled:
+            start_s = time.perf_counter()
+            self.compiled[key] = self.lower(verb, *shape).compile()
+            self.compile_s += time.perf_counter() - start_s
+        return self.compiled[key]
+
+    def lower(self, verb: str, *shape: int) -> jax.stages.Lowered:
+        """Lower a program.
+
+        Args:
+            verb: `init`, `generate`, `prefill`, `extend`, `copy`, `insert`, `resize` or
+                `same_weights`.
+            shape: View length and mode of `generate`; rows and tokens of `prefill` and `extend`;
+                tokens and view length of `insert`; both lengths of `resize`.
+
+        Raises:
+            ValueError: There is no such program.
+        """
+        shapes = self._shapes
+        pages, table = shapes.pages(), shapes.table()
+        match verb, *shape:
+            case ("init",):
+                zeros = pages, shapes.view(shapes.view_lengths[0] if shapes.view_lengths else 0)
+                return _lower(
+                    lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros), (), zeros
+                )
+            case "generate", length, mode:
+                return self._lower_generate(length, SamplingMode(mode))
+            case ("prefill" | "extend") as verb, rows, length:
+                arguments = self._prefill_arguments(rows, length)
+                run = partial(prefill if verb == "prefill" else extend, shapes)
+                return _lower(run, (shapes.params, pages, *arguments), pages, donate=1)
+            case ("copy",):
+                return self._lower_on_shards(copy_pages, (pages, *shapes.shard_lists(2)), pages)
+            case "insert", tokens, length:
+                view = shapes.view(length)
+                insert = partial(
+                    insert_pages,
+                    num_pages=math.ceil(tokens / shapes.config.page_tokens),
+                    first=shapes.config.steps_per_dispatch,
+                )
+                arguments = view, pages, table, *shapes.shard_lists(1)
+                return self._lower_on_shards(insert, arguments, view)
+            case "resize", length, wanted:
+                after = shapes.view(wanted)
+                return _lower(
+                    lambda view: jax.tree.map(resize, view, after), (shapes.view(length),), after
+                )
+            case ("same_weights",):
+                scalar = shapes.array((), jnp.int32)
+                return _lower(_equal_bits, (shapes.params, shapes.params), scalar)
+            case _:
+                raise ValueError(f"the engine has no program for {verb!r}")
+
+    def _lower_generate(self, length: int, mode: SamplingMode) -> jax.stages.Lowered:
+        shapes, num_slots = self._shapes, self._shapes.config.num_slots
+        packed = shapes.array((1, num_slots), jnp.int32, None, "slots")
+        state, sequences = shapes.state(length), ()
+        if mode == SamplingMode.SHAPED:
+            size = (num_slots, shapes.config.max_tokens)
+            sequences = (shapes.array(size, jnp.int32, "slots"),)
+        arguments = shapes.params, state, *sequences
+        return _lower(partial(generate, shapes, mode), arguments, (state, packed), donate=1)
+
+    def _prefill_arguments(self, rows: int, length: int) -> tuple[Any, ...]:
+        shapes = self._shapes
+        tokens = shapes.array((rows, length), jnp.int32, "batch")
+        table = shapes.array((rows, shapes.pages_per_slot), jnp.int32, "batch")
+        span = shapes.array((rows,), jnp.int32, "batch")
+        return tokens, table, span, span
+
+    def _lower_on_shards(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any
+    ) -> jax.stages.Lowered:
+        """Lower what each device does with its own part; the first argument is donated."""
+        ins, out = (
+            jax.tree.map(lambda leaf: leaf.sharding.spec, each) for each in (arguments, result)
+        )
+        return _lower(on_shards(function, self._shapes.mesh, ins, out), arguments, result, donate=0)
+
+
+def _equal_bits(old: EngineParams, new: EngineParams) -> Bool[Array, ""]:
+    def equal(a: Array, b: Array) -> Array:
+        # As integers: nan equals itself, and -0 is not 0.
+        bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
+        return (
+            jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits)
+        ).all()
+
+    return jnp.stack(jax.tree.leaves(jax.tree.map(equal, old, new))).all()
+
+
+def _lower(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    result: Any,
+    *,
+    donate: int | None = None,
+) -> jax.stages.Lowered:
+    """Lower a function; its results have the shardings of `result`."""
+    donated = () if donate is None else (donate,)
+    return jax.jit(function, out_shardings=shardings_of(result), donate_argnums=donated).lower(
+        *arguments
+    )

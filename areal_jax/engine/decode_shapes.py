@@ -1,0 +1,232 @@
+"""Shapes and shardings of the decode programs of one policy on one mesh.
+
+Axes: B rows, T tokens, S slots, F fields of a slot, V vocabulary, M pages of a slot's table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from areal_jax.engine.batch import SLOT
+from areal_jax.engine.config import EngineConfig
+from areal_jax.engine.decode_state import DecodeState, EngineParams, Reader, lay_out_params
+from areal_jax.models import lora
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.paged_attention import PAGE_AXES, Pages, choose_paged_kernel
+from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding, shardings
+
+SHORTEST_PREFILL, SHORTEST_VIEW = 32, 128
+"""Smallest lengths for which programs are compiled, in tokens."""
+
+PREFILL_ROWS, PREFILL_TOKENS = 8, 8192
+"""Limits of one prefill call per device: enough to fill a device, and little enough for its
+memory."""
+
+
+class DecodeShapes:
+    """Shapes of state, arguments and results, and the lengths for which programs are compiled.
+
+    Slots and pages are sharded over the mesh's data axis, heads over its tensor axis.
+
+    Attributes:
+        num_shards: Data shards, each with its own pages.
+        pages_per_slot: Pages of the longest sequence.
+        pages_per_shard: Pages of a data shard.
+        view_lengths: Lengths of the view, in positions; empty if attention reads pages.
+        insert_lengths: Lengths for which pages are copied into the view, in tokens.
+        prefill_lengths: Lengths of prefill chunks at the start of a sequence, in tokens.
+        extend_lengths: Lengths of later prefill chunks, in tokens.
+        params: Shapes and shardings of the parameters that the programs read.
+        param_shardings: Shardings of `lay_out_params` (of the adapter, if the policy has one): what
+            a weight channel delivers.
+        base_shardings: Shardings of the frozen parameters of an adapter.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        mesh: Mesh,
+        config: EngineConfig,
+        compute_dtype: DTypeLike,
+        reader: Reader | None = None,
+    ):
+        """
+        Args:
+            policy: The policy.
+            mesh: Rollout mesh of this engine.
+            config: Slots, lengths and KV cache.
+            compute_dtype: Data type of activations and matrices.
+            reader: Source of keys and values; None: the fastest one for the mesh's devices.
+
+        Raises:
+            ValueError: Slots are not divisible by the data shards, or no sequence fits into the KV
+                cache. The message names the setting.
+        """
+        _check(config, mesh)
+        self.policy, self.mesh, self.config = policy, mesh, config
+        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.kv_dtype = (
+            self.compute_dtype if config.kv_dtype == "compute" else jnp.dtype(config.kv_dtype)
+        )
+        self.reader: Reader = reader or self._fastest_reader()
+        # The last token is never fed, so it needs no column.
+        most = config.max_tokens - 1
+        self.num_shards = mesh.shape["data"]
+        self.pages_per_slot = math.ceil(most / config.page_tokens)
+        self.pages_per_shard = self._pages_per_shard()
+        self.insert_lengths = doublings(SHORTEST_PREFILL, most)
+        longer = [length for length in self.insert_lengths if length >= SHORTEST_VIEW]
+        self.view_lengths = (longer or self.insert_lengths[-1:]) if self.reader == "view" else []
+        self.prefill_lengths = doublings(SHORTEST_PREFILL, min(most, config.prefill_chunk_tokens))
+        # They take longer to compile and are rarely long: every second length is enough.
+        self.extend_lengths = self.prefill_lengths[::-2][::-1]
+        whole = self._engine_params(policy.abstract(), policy.axes())
+        trained = (
+            self._engine_params(lora.abstract(policy), lora.axes(policy)) if policy.lora else whole
+        )
+        self.params = lora.attach(policy, whole, trained) if policy.lora else whole
+        self.param_shardings = shardings_of(trained)
+        self.base_shardings = shardings_of(whole)
+
+    def array(self, shape: tuple[int, ...], dtype: DTypeLike, *axes: str | None) -> Any:
+        """Return the shape of an array that is sharded along logical axes."""
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=sharding(self.mesh, axes, shape, ROLLOUT_RULES)
+        )
+
+    def pages(self) -> tuple[Pages, ...]:
+        """Return the shapes of the KV-cache pages, by layer."""
+        model = self.policy.config
+        shape = (
+            model.num_key_value_heads,
+            self.num_shards * self.pages_per_shard,
+            self.config.page_tokens,
+            model.head_dim,
+        )
+        half = self.array(shape, self.kv_dtype, *PAGE_AXES)
+        scales = (
+            None
+            if self.kv_dtype == self.compute_dtype
+            else self.array(shape[:-1], jnp.float32, *PAGE_AXES)
+        )
+        return (Pages(half, half, scales, scales),) * model.num_hidden_layers
+
+    def view(self, length: int) -> Any:
+        """Return the shapes of a view of this length; of an empty one if attention reads pages."""
+        if self.reader != "view":
+            return ()
+        model, columns = self.policy.config, self.config.steps_per_dispatch + length
+        shape, axes = (self.config.num_slots, model.num_key_value_heads), ("slots", "kv_heads")
+        keys = self.array((*shape, model.head_dim, columns), self.compute_dtype, *axes)
+        values = self.array((*shape, columns, model.head_dim), self.compute_dtype, *axes)
+        return ((keys, values),) * model.num_hidden_layers
+
+    def state(self, view_length: int) -> DecodeState:
+        """Return the shapes of a whole state."""
+        slots = self.array((self.config.num_slots, SLOT.itemsize // 4), jnp.int32, "slots")
+        return DecodeState(self.pages(), self.view(view_length), slots, self.table())
+
+    def table(self) -> Any:
+        """Return the shape of the page table of all slots."""
+        return self.array((self.config.num_slots, self.pages_per_slot), jnp.int32, "slots")
+
+    def shard_lists(self, width: int) -> tuple[Any, Any]:
+        """Return the shapes of one list of tuples per data shard, and of their lengths."""
+        rows = self.array((self.config.num_slots, width), jnp.int32, "slots")
+        return rows, self.array((self.num_shards,), jnp.int32, "slots")
+
+    def row_counts(self, length: int) -> list[int]:
+        """Return the numbers of rows for which prefill of this length is compiled, ascending."""
+        shards = self.mesh.shape["data"]
+        most = shards * min(max(PREFILL_TOKENS // length, 1), max(PREFILL_ROWS // shards, 1))
+        # Prompts often arrive one by one. What is longer than any prompt is a rebuilt cache, and
+        # caches of all slots are rebuilt at once.
+        longest = min(self.config.max_prompt_tokens - 1, self.prefill_lengths[-1])
+        is_prompt = length <= at_least(self.prefill_lengths, longest)
+        return sorted({1, most}) if is_prompt and shards == 1 else [most]
+
+    def kv_bytes(self) -> int:
+        """Return the bytes of keys and values on each device: pages, and the longest view."""
+        shapes = self.pages(), self.view(self.view_lengths[-1] if self.view_lengths else 0)
+        return bytes_per_device(shapes, shardings_of(shapes))
+
+    def _pages_per_shard(self) -> int:
+        config = self.config
+        if not config.kv_tokens:
+            # One more than the sequences need: the last page of a shared prompt, before others have
+            # copied it.
+            return config.num_slots // self.num_shards * self.pages_per_slot + 1
+        pages = config.kv_tokens // (self.num_shards * config.page_tokens)
+        if pages <= self.pages_per_slot:
+            least = self.num_shards * (self.pages_per_slot + 1) * config.page_tokens
+            raise ValueError(
+                f"engine.kv_tokens={config.kv_tokens} holds no sequence of "
+                "engine.max_prompt_tokens + engine.max_new_tokens = "
+                f"{config.max_tokens}; set engine.kv_tokens to at least {least}, or to 0"
+            )
+        return pages
+
+    def _fastest_reader(self) -> Reader:
+        platform = self.mesh.devices.flat[0].platform
+        if platform == "cpu":
+            return "view"
+        is_narrow = self.kv_dtype != self.compute_dtype
+        return choose_paged_kernel(
+            platform, self.policy.config.head_dim, self.config.page_tokens, is_narrow=is_narrow
+        )
+
+    def _engine_params(self, params: Params, axes: Params) -> EngineParams:
+        """Return shapes and shardings of `lay_out_params`, given shapes and logical axes."""
+        shapes = jax.eval_shape(
+            lambda params: lay_out_params(self.policy, params, self.compute_dtype), params
+        )
+        layer = jax.tree.map(
+            lambda names: names[1:], axes["layers"], is_leaf=lambda node: isinstance(node, tuple)
+        )
+        placed = shardings(
+            self.mesh, {**axes, "layers": (layer,) * len(shapes["layers"])}, shapes, ROLLOUT_RULES
+        )
+        return jax.tree.map(
+            lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),
+            shapes,
+            placed,
+        )
+
+
+def shardings_of(shapes: Any) -> Any:
+    """Return the sharding of every leaf."""
+    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+
+def doublings(first: int, most: int) -> list[int]:
+    """Return first, 2 · first, ... up to a last one that holds `most` with little to spare and is
+    well above the one before."""
+    unit = max(first, 2 ** (most.bit_length() - 4))
+    last = max(math.ceil(most / unit), 1) * unit
+    return [*(first << i for i in range(last.bit_length()) if 3 * (first << i) < 2 * last), last]
+
+
+def at_least(lengths: Sequence[int], wanted: int) -> int:
+    """Return the first length that is not below `wanted`."""
+    return next(length for length in lengths if length >= wanted)
+
+
+def _check(config: EngineConfig, mesh: Mesh) -> None:
+    if config.num_slots % mesh.shape["data"]:
+        raise ValueError(
+            f"engine.num_slots={config.num_slots} is not divisible by the {mesh.shape['data']} "
+            "rollout devices that share the slots; set engine.num_slots to a multiple of "
+            f"{mesh.shape['data']}"
+        )
+    if config.max_prompt_tokens < 1:
+        raise ValueError(
+            "expected engine.max_prompt_tokens of at least 1, found "
+            f"{config.max_prompt_tokens}; set it"
+        )

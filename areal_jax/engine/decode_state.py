@@ -1,0 +1,90 @@
+"""State of decoding on the devices: KV-cache pages, the view of them, and the slot records.
+
+Axes: S slots, F fields of a slot, C columns of the view, K key-value heads, H head size, M pages of
+a slot's table, n decode steps of one dispatch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float32, Int32, Shaped
+
+from areal_jax.engine.batch import SLOT
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.moe import ROUTER
+from areal_jax.models.paged_attention import PagedKernel, Pages
+
+EngineParams: TypeAlias = dict[str, Any]
+"""Result of `lay_out_params`: `layers` is a tuple of L trees instead of one stacked tree. With an
+adapter, matrices are `Adapted` and never merged: an update smaller than half a step of bfloat16
+would be lost."""
+
+View: TypeAlias = tuple[tuple[Array, Array], ...]
+"""Keys [S, K, H, n + C] and values [S, K, n + C, H] of each layer, as attention reads them: first n
+columns for the tokens of the current dispatch, then one column per position. Empty where attention
+reads pages."""
+
+Reader: TypeAlias = Literal["view"] | PagedKernel
+"""Source of keys and values during sampling: a view of the pages, or the pages themselves through a
+kernel."""
+
+CONTINUES, STOPPED = 1, 2
+"""Status of a slot after a dispatch; 0: inactive, or its token budget is used up."""
+
+FIELDS: dict[str, tuple[np.dtype, slice]] = {
+    name: (dtype, slice(offset // 4, (offset + dtype.itemsize) // 4))
+    for name, (dtype, offset, *_) in (SLOT.fields or {}).items()
+}
+"""Type of each field of `SLOT`, and its columns in the integer array."""
+
+
+class DecodeState(NamedTuple):
+    """Everything that a dispatch reads and writes. `generate` consumes it and returns the next
+    one."""
+
+    pages: tuple[Pages, ...]
+    """By layer."""
+    view: View
+    slots: Int32[Any, "S F"]
+    """`SLOT` records as integers; numpy if slots were just assigned, and so is the table."""
+    table: Int32[Any, "S M"]
+    """Pages of each slot's sequence, numbered within its data shard."""
+
+
+def encode_slots(slots: Shaped[np.ndarray, "S"]) -> Int32[np.ndarray, "S F"]:
+    """Convert `SLOT` records to integers.
+
+    The result is a copy, because an array on a CPU device may share memory with the host's.
+    """
+    return slots.view(np.int32).reshape(len(slots), -1).copy()
+
+
+def read_field(slots: Int32[Array, "S F"], name: str) -> Shaped[Array, "S ..."]:
+    """Return a field of every slot, in its own type."""
+    dtype, columns = FIELDS[name]
+    values = jax.lax.bitcast_convert_type(slots[:, columns], dtype.base)
+    return values if dtype.shape else values[:, 0]
+
+
+def as_bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
+    """Reinterpret floats as integers, for a transfer in one array."""
+    return jax.lax.bitcast_convert_type(x, np.int32)
+
+
+def lay_out_params(policy: Policy, params: Params, compute_dtype: DTypeLike) -> EngineParams:
+    """Convert a policy's parameters, or its adapter, to the decoder's layout: one tree per layer, in
+    the compute dtype.
+
+    Pure, so that a weight channel runs it on the train mesh. Norms and routers stay in float32, as
+    in training.
+    """
+
+    def narrowed(path: tuple[Any, ...], leaf: Array) -> Array:
+        is_wide = leaf.ndim == 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
+        return leaf if is_wide else leaf.astype(compute_dtype)
+
+    return jax.tree.map_with_path(narrowed, policy.unstack(params))

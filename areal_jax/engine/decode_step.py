@@ -1,0 +1,264 @@
+"""One dispatch of decoding: up to `steps_per_dispatch` tokens for every active slot.
+
+Axes: S slots, F fields of a slot, C columns of the view, D width, V vocabulary, T tokens, n decode
+steps of one dispatch, A top logprobs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+
+from areal_jax.engine import sampling
+from areal_jax.engine.batch import MAX_TOP_LOGPROBS, SamplingMode
+from areal_jax.engine.decode_shapes import DecodeShapes
+from areal_jax.engine.decode_state import (
+    CONTINUES,
+    FIELDS,
+    STOPPED,
+    DecodeState,
+    EngineParams,
+    as_bits,
+    read_field,
+)
+from areal_jax.engine.decode_view import attend_to_view, settle
+from areal_jax.engine.prefill import write_pages
+from areal_jax.models.decoder import Attend
+from areal_jax.models.moe import sharded_experts
+from areal_jax.models.paged_attention import paged_attention
+from areal_jax.parallel.sharding import ROLLOUT_RULES, sharding
+
+
+def generate(
+    shapes: DecodeShapes,
+    mode: SamplingMode,
+    params: EngineParams,
+    state: DecodeState,
+    sequences: Int32[Array, "S T"] | None = None,
+) -> tuple[DecodeState, Int32[Array, "m S"]]:
+    """Sample tokens, and return the next state and the output as one integer array.
+
+    Args:
+        shapes: Policy, mesh and sizes.
+        mode: Processing of logits before sampling.
+        params: Weights.
+        state: State before the dispatch.
+        sequences: In mode SHAPED, the tokens so far of slots with penalties; -1 elsewhere.
+    """
+    return _Dispatch(shapes, mode, params, state, sequences).run()
+
+
+class _Step(NamedTuple):
+    """State between two decode steps of a dispatch."""
+
+    cache: Any
+    """View or pages: what attention reads."""
+    token: Int32[Array, "S"]
+    active: Bool[Array, "S"]
+    remaining: Int32[Array, "S"]
+    stopped: Bool[Array, "S"]
+    """Whether the last token is one of the slot's stop tokens."""
+    tokens: Int32[Array, "n S"]
+    logp: Float32[Array, "n S"]
+    token_counts: Int32[Array, "S _"]
+    """Number of occurrences of each token in each slot's completion; no column without
+    penalties."""
+    top_logprobs: tuple[Int32[Array, "n A S"], Float32[Array, "n A S"]]
+    """Most likely tokens and their log-probs; empty in cheaper modes."""
+
+
+class _Dispatch:
+    """A dispatch during tracing: the constants of its steps, and the step."""
+
+    def __init__(
+        self,
+        shapes: DecodeShapes,
+        mode: SamplingMode,
+        params: EngineParams,
+        state: DecodeState,
+        sequences: Int32[Array, "S T"] | None,
+    ):
+        self._shapes, self._mode, self._params, self._state = shapes, mode, params, state
+        self._num_steps = shapes.config.steps_per_dispatch
+        self._reads_view = shapes.reader == "view"
+        self._position = self._field("position")
+        self._temperature = self._field("temperature")
+        self._stop_tokens = self._field("stop_tokens")
+        self._in_prompt, self._num_top_logprobs = None, 0
+        self._initial_counts = jnp.zeros((len(self._position), 0), jnp.int32)
+        if sequences is not None:
+            is_prompt = jnp.arange(sequences.shape[1]) < self._field("num_prompt_tokens")[:, None]
+            size, self._num_top_logprobs = shapes.policy.config.vocab_size, MAX_TOP_LOGPROBS
+            self._in_prompt = sampling.count_tokens(jnp.where(is_prompt, sequences, -1), size) > 0
+            self._initial_counts = sampling.count_tokens(jnp.where(is_prompt, -1, sequences), size)
+        self._head = shapes.policy.head(params)
+        self._steps = jnp.arange(self._num_steps, dtype=jnp.int32)
+        columns = jnp.arange(
+            state.view[0][0].shape[3] - self._num_steps if state.view else 0, dtype=jnp.int32
+        )
+        self._past = columns < self._position[:, None]
+        # Position in its sequence of the token in each column.
+        self._positions = jnp.concatenate(
+            [
+                self._position[:, None] + self._steps,
+                jnp.broadcast_to(columns, self._past.shape),
+            ],
+            axis=1,
+        )
+        self._uniforms = sampling.uniforms(
+            self._field("seed"), self._field("sample"), self._position[:, None] + 1 + self._steps
+        )
+
+    def run(self) -> tuple[DecodeState, Int32[Array, "m S"]]:
+        """Run all steps."""
+        started, remaining = self._field("active") > 0, self._field("remaining")
+        first = self._first_step(started, remaining)
+        # No step without an active slot: a dispatch in which all have ended costs almost nothing.
+        most = jnp.minimum(self._num_steps, jnp.max(remaining * started))
+        return self._finish(jax.lax.fori_loop(0, most, self._step, first), started)
+
+    def _field(self, name: str) -> Shaped[Array, "S ..."]:
+        return read_field(self._state.slots, name)
+
+    def _first_step(self, started: Bool[Array, "S"], remaining: Int32[Array, "S"]) -> _Step:
+        tokens = jnp.full((self._num_steps, len(started)), -1, jnp.int32)
+        logp = jnp.zeros((self._num_steps, len(started)), jnp.float32)
+        shape = self._num_steps, self._num_top_logprobs, len(started)
+        return _Step(
+            self._state.view if self._reads_view else self._state.pages,
+            self._field("token"),
+            started,
+            remaining,
+            jnp.zeros_like(started),
+            tokens,
+            logp,
+            self._initial_counts,
+            (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)),
+        )
+
+    def _step(self, i: Int32[Array, ""], carry: _Step) -> _Step:
+        cache, token, active, remaining, _, tokens, logps, token_counts, top_logprobs = carry
+        hidden, cache, _ = self._shapes.policy.hidden(
+            self._params,
+            token[:, None],
+            (self._position + i)[:, None],
+            self._attention(i, active),
+            cache,
+            compute_dtype=self._shapes.compute_dtype,
+            unroll=True,
+            experts=sharded_experts(self._shapes.mesh, ROLLOUT_RULES),
+        )
+        logits = self._process(i, self._logits(hidden[:, 0]), token_counts)
+        sampled, logp = sampling.sample_tokens(logits, self._uniforms[:, i], self._temperature)
+        if self._in_prompt is not None:
+            token_counts = token_counts.at[jnp.arange(len(sampled)), sampled].add(active)
+            likely, likely_logp = sampling.most_likely(
+                logits, self._temperature, self._num_top_logprobs
+            )
+            top_logprobs = (
+                top_logprobs[0].at[i].set(likely.T),
+                top_logprobs[1].at[i].set(likely_logp.T),
+            )
+        # A slot that has ended is fed its last token again, and samples nothing.
+        token = jnp.where(active, sampled, token)
+        remaining = remaining - active
+        stopped = (token[:, None] == self._stop_tokens).any(-1)
+        continues = active & ~stopped & (remaining > 0)
+        return _Step(
+            cache,
+            token,
+            continues,
+            remaining,
+            stopped,
+            tokens.at[i].set(jnp.where(active, sampled, -1)),
+            logps.at[i].set(jnp.where(active, logp, 0)),
+            token_counts,
+            top_logprobs,
+        )
+
+    def _attention(self, i: Int32[Array, ""], active: Bool[Array, "S"]) -> Attend:
+        """Return the attention of step `i` to the view or to the pages."""
+        reader = self._shapes.reader
+        if reader == "view":
+            fresh = jnp.broadcast_to(self._steps <= i, (self._past.shape[0], self._num_steps))
+            return attend_to_view(
+                i,
+                jnp.concatenate([fresh, self._past], axis=1),
+                (self._position + i)[:, None] - self._positions,
+                self._shapes.kv_dtype,
+            )
+        # A slot that samples nothing writes nothing, and reads almost nothing.
+        starts = jnp.where(active, self._position + i, 0)
+        return paged_attention(
+            self._state.table,
+            starts,
+            active.astype(jnp.int32),
+            reader,
+            self._shapes.mesh,
+            ROLLOUT_RULES,
+        )
+
+    def _logits(self, hidden: Float[Array, "S D"]) -> Float32[Array, "S V"]:
+        logits = jnp.matmul(hidden, self._head, preferred_element_type=jnp.float32)
+        # Each tensor shard computes its part of the vocabulary. Sampling reads the whole, whatever
+        # the mesh.
+        for axes in (("slots", "vocab"), ("slots", None)):
+            how = sharding(self._shapes.mesh, axes, logits.shape, ROLLOUT_RULES)
+            logits = jax.lax.with_sharding_constraint(logits, how)
+        return logits
+
+    def _process(
+        self, i: Int32[Array, ""], logits: Float32[Array, "S V"], token_counts: Int32[Array, "S _"]
+    ) -> Float32[Array, "S V"]:
+        """Apply penalties, forbidden stop tokens and filters, as the mode asks."""
+        field = self._field
+        if self._in_prompt is not None:
+            penalties = (
+                field(f"{name}_penalty") for name in ("presence", "frequency", "repetition")
+            )
+            logits = sampling.penalize(logits, self._in_prompt, token_counts, *penalties)
+            logits = sampling.forbid(
+                logits, self._stop_tokens, self._position + 1 + i < field("stops_from")
+            )
+        if self._mode >= SamplingMode.FILTERED:
+            logits = sampling.keep_most_likely(
+                logits, self._temperature, field("top_k"), field("top_p"), field("min_p")
+            )
+        return logits
+
+    def _finish(
+        self, last: _Step, started: Bool[Array, "S"]
+    ) -> tuple[DecodeState, Int32[Array, "m S"]]:
+        """Return the next state and the packed output."""
+        state, num_steps = self._state, self._num_steps
+        cache, token, active, remaining, stopped, tokens, logp, _, others = last
+        status = jnp.where(active, CONTINUES, jnp.where(started & stopped, STOPPED, 0)).astype(
+            jnp.int32
+        )
+        counts = (tokens >= 0).sum(0, dtype=jnp.int32)
+        packed = [tokens, as_bits(logp), jnp.stack([counts, status, token])]
+        if self._in_prompt is not None:
+            packed += [x.reshape(-1, len(started)) for x in (others[0], as_bits(others[1]))]
+        now = {
+            "token": token,
+            "position": self._position + counts,
+            "remaining": remaining,
+            "active": active.astype(jnp.int32),
+        }
+        slots = state.slots.at[:, [FIELDS[name][1].start for name in now]].set(
+            jnp.stack([*now.values()], axis=1)
+        )
+        if not self._reads_view:
+            return DecodeState(cache, state.view, slots, state.table), jnp.concatenate(packed)
+        computed = [
+            (keys[..., :num_steps].transpose(0, 3, 1, 2), values[:, :, :num_steps].swapaxes(1, 2))
+            for keys, values in cache
+        ]
+        pages = write_pages(
+            self._shapes, state.pages, computed, state.table, self._position, counts
+        )
+        view = settle(cache, self._position, num_steps)
+        return DecodeState(pages, view, slots, state.table), jnp.concatenate(packed)
