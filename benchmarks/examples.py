@@ -27,7 +27,7 @@ from runs import Rows, run_all, steps
 from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import load_experiment
 from areal_jax.metrics import names
-from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title
+from areal_jax.reports.plots import BLUE, GREY, ORANGE, as_png, new_figure, plain, title
 
 NAME = "examples"
 PREPARED_BY: Mapping[str, tuple[int, tuple[str, ...]] | None] = {

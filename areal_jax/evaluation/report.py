@@ -21,8 +21,9 @@ from areal_jax.evaluation.answers import Answer
 from areal_jax.evaluation.results import Estimate, Problem, Results
 from areal_jax.metrics import description
 from areal_jax.metrics.files import write_atomically
-from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title, write_page
 from areal_jax.records import Task
+from areal_jax.reports.page import render_page
+from areal_jax.reports.plots import BLUE, GREY, ORANGE, as_png, new_figure, plain, title
 
 RESULTS, PROBLEMS, TIMES, REPORT, PICTURE = (
     "results.json",
@@ -60,16 +61,14 @@ def write_report(
         json.dumps({"settings": settings, **asdict(results)}, indent=2, allow_nan=False) + "\n",
     )
     write_atomically(folder / PROBLEMS, _as_csv(results.problems))
-    picture = plot(results)
-    write_atomically(folder / PICTURE, picture)
-    times = folder / TIMES
-    return write_page(
-        folder / REPORT,
+    write_atomically(folder / PICTURE, plot(results))
+    times, page = folder / TIMES, folder / REPORT
+    text = render_page(
         Path(__file__).with_name("evaluation.html.jinja"),
+        (Path(__file__).with_name("evaluation.js").read_text(encoding="utf-8"),),
+        json.dumps(chart_data(results)),
         headline=headline,
         summary=list(summary(results)),
-        picture=picture,
-        picture_of="Scores by number of samples, lengths of answers, scores by family",
         results=results,
         stop_reasons=_stop_reasons(answers),
         samples=list(shown(tasks, answers)),
@@ -79,6 +78,28 @@ def write_report(
         run=json.loads((folder / description.FILE).read_text()),
         settings=settings,
     )
+    write_atomically(page, text)
+    return page
+
+
+def chart_data(results: Results) -> dict[str, Any]:
+    """Return what the charts of the page show."""
+
+    scores = [("pass@k", results.pass_at), ("maj@k", results.majority_at)]
+    shares = (
+        problem.num_correct / problem.num_samples
+        for problem in results.problems
+        if problem.num_samples
+    )
+    return {
+        "scores": [
+            (label, [(k, each.value, *each.interval_95) for k, each in found.items()])
+            for label, found in scores
+            if found
+        ],
+        "lengths": {"edges": results.tokens.edges, "counts": results.tokens.counts},
+        "shares": [] if results.mean_reward is not None else sorted(shares, reverse=True),
+    }
 
 
 def summary(results: Results) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,6 +38,8 @@ def write_description(
     run_folder.mkdir(parents=True, exist_ok=True)
     description = {
         "headline": headline,
+        "started_s": time.time(),
+        "command": shlex.join(sys.orig_argv),
         "environment": environment(devices),
         "configuration": dict(configuration),
     }

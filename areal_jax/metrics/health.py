@@ -36,6 +36,12 @@ class Check(NamedTuple):
     meaning: str
     remedy: str
     """Settings to change."""
+    measure: Callable[[Window, HealthConfig], float]
+    """Returns the measured value of the window."""
+    healthy: str
+    """Healthy range of the value; names in braces are thresholds of HealthConfig."""
+    form: str = ".1%"
+    """Format of the value."""
     workflow: str = ""
     """Class of the workflow that the check applies to; empty: all."""
 
@@ -72,6 +78,13 @@ def rejected_share(window: Window, *reasons: str) -> float:
     )
 
 
+def share_without_signal(window: Window, config: HealthConfig) -> float:
+    return max(
+        _mean_of_known(window, "trainer/groups_without_signal"),
+        rejected_share(window, "no_signal"),
+    )
+
+
 def without_signal(window: Window, config: HealthConfig) -> bool:
     all_equal = always(window, "trainer/groups_without_signal", lambda share: share >= 1.0)
     return all_equal or rejected_share(window, "no_signal") >= NEARLY_ALL
@@ -86,11 +99,16 @@ def ratios_out_of_range(window: Window, config: HealthConfig) -> bool:
     )
 
 
-def too_stale(window: Window, config: HealthConfig) -> bool:
+def furthest_ratio(window: Window, config: HealthConfig) -> float:
+    means = [_mean_of_known(window, name) for name in ("trainer/ratio", "trainer/behave_weight")]
+    return max(means, key=lambda mean: max(mean, 1.0 / mean) if mean > 0.0 else math.inf)
+
+
+def stale_share(window: Window, config: HealthConfig) -> float:
     stale, trained = (
         sum(values(window, f"trainer/tokens_{which}")) for which in ("stale", "trained")
     )
-    return stale > config.max_lost_share * (stale + trained)
+    return stale / (stale + trained) if stale + trained > 0.0 else 0.0
 
 
 def without_gradient(window: Window, config: HealthConfig) -> bool:
@@ -100,22 +118,38 @@ def without_gradient(window: Window, config: HealthConfig) -> bool:
     return not any(norm > 0.0 and math.isfinite(norm) for norms in found for norm in norms)
 
 
-def rejected_for_other_reasons(window: Window, config: HealthConfig) -> bool:
+def largest_gradient(window: Window, config: HealthConfig) -> float:
+    norms = (*values(window, names.GRAD_NORM), *values(window, "trainer/value_grad_norm"))
+    return max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+
+
+def share_rejected_for_other_reasons(window: Window, config: HealthConfig) -> float:
     counted = {
         name.removeprefix("rollout/rejected/")
         for name in window[-1]
         if name.startswith("rollout/rejected/")
     }
-    return (
-        rejected_share(window, *(counted - {"no_signal", *REWARD_FAILURES, *AGENT_FAILURES}))
-        > config.max_lost_share
-    )
+    return rejected_share(window, *(counted - {"no_signal", *REWARD_FAILURES, *AGENT_FAILURES}))
 
 
-def rewards_failing(window: Window, config: HealthConfig) -> bool:
+def share_of_reward_failures(window: Window, config: HealthConfig) -> float:
     calls = growth(window, "rewards/calls")
     failed = growth(window, "rewards/failed") / calls if calls > 0 else 0.0
-    return max(failed, rejected_share(window, *REWARD_FAILURES)) > config.max_lost_share
+    return max(failed, rejected_share(window, *REWARD_FAILURES))
+
+
+def _mean_of_known(window: Window, name: str) -> float:
+    """Return the mean of a metric over the steps that have it; 0 if none has."""
+    known = [value for value in values(window, name) if not math.isnan(value)]
+    return sum(known) / len(known) if known else 0.0
+
+
+def _largest(window: Window, name: str) -> float:
+    return max((value for value in values(window, name) if not math.isnan(value)), default=0.0)
+
+
+BELOW_NEARLY_ALL = f"below {NEARLY_ALL:.0%}"
+AT_MOST_LOST_SHARE = "at most {max_lost_share:.0%}"
 
 
 REWARD_FAILURES = ("grading_failed", "tool_failed")
@@ -130,6 +164,8 @@ CHECKS = (
         "all samples of each group have the same reward, so that all advantages are zero",
         "choose easier or harder tasks (tasks.success_rate_above, tasks.success_rate_below), raise "
         "rollout.samples_per_group, and check the reward",
+        measure=share_without_signal,
+        healthy=BELOW_NEARLY_ALL,
     ),
     Check(
         "all_truncated",
@@ -137,6 +173,8 @@ CHECKS = (
         lambda window, config: mean(window, "trainer/truncated_fraction") >= NEARLY_ALL,
         "answers are truncated",
         "raise engine.max_new_tokens; in multi-turn conversations, engine.max_prompt_tokens",
+        measure=lambda window, config: _mean_of_known(window, "trainer/truncated_fraction"),
+        healthy=BELOW_NEARLY_ALL,
     ),
     Check(
         "no_answers",
@@ -145,6 +183,8 @@ CHECKS = (
         "the verifier finds no answer in what the policy writes",
         "request the expected answer format with prompt.suffix (such as \\boxed{}), set "
         "rewards.accept_plain=true, or relax rewards.form",
+        measure=lambda window, config: _mean_of_known(window, "trainer/no_answer_fraction"),
+        healthy=BELOW_NEARLY_ALL,
     ),
     Check(
         "entropy_collapsed",
@@ -155,6 +195,9 @@ CHECKS = (
         "the policy's entropy is below health.min_entropy: all samples of a prompt are alike",
         "resume from an earlier checkpoint and lower trainer.optimizer.learning_rate, or raise "
         "trainer.entropy_coef or trainer.loss.clip_eps_high",
+        measure=lambda window, config: _largest(window, "trainer/entropy"),
+        healthy="at least {min_entropy:g} nats",
+        form=".3g",
     ),
     Check(
         "ratios_out_of_range",
@@ -168,6 +211,9 @@ CHECKS = (
             "lower trainer.optimizer.learning_rate or rollout.max_staleness, or set "
             "trainer.loss.importance_weighting.cap"
         ),
+        measure=furthest_ratio,
+        healthy="within a factor of {max_ratio:g} of 1",
+        form=".4g",
     ),
     Check(
         "off_policy",
@@ -180,16 +226,20 @@ CHECKS = (
             "each update, because the policy has moved far from the one that sampled them"
         ),
         "lower trainer.optimizer.learning_rate or rollout.max_staleness",
+        measure=lambda window, config: _largest(window, "trainer/sequence_ess"),
+        healthy="at least {min_sequence_ess:.0%}",
     ),
     Check(
         "stale_tokens",
         ("trainer/tokens_stale",),
-        too_stale,
+        lambda window, config: stale_share(window, config) > config.max_lost_share,
         (
             "more than health.max_lost_share of the sampled tokens are older than "
             "rollout.max_staleness and are not trained on"
         ),
         "raise rollout.max_staleness, or lower rollout.max_running_groups or engine.max_new_tokens",
+        measure=stale_share,
+        healthy=AT_MOST_LOST_SHARE,
     ),
     Check(
         "no_gradient",
@@ -197,6 +247,9 @@ CHECKS = (
         without_gradient,
         "no update changed the policy: its gradient is zero, not finite, or without tokens",
         "see the other findings; without any, check trainer.loss and trainer.advantages",
+        measure=largest_gradient,
+        healthy="above 0",
+        form=".3g",
     ),
     Check(
         "tools_never_called",
@@ -207,6 +260,9 @@ CHECKS = (
             "set workflow.announce=true, set workflow.call_format to the format of the policy's "
             "training, or fine-tune it on tool calls"
         ),
+        measure=lambda window, config: _largest(window, "trainer/turns"),
+        healthy="above 1 turn",
+        form=".3g",
         workflow="ToolUse",
     ),
     Check(
@@ -219,17 +275,22 @@ CHECKS = (
         "no sample had a second turn, although answers were wrong",
         "raise engine.max_prompt_tokens: the second prompt contains the first answer and the "
         "feedback",
+        measure=lambda window, config: _largest(window, "trainer/turns"),
+        healthy="above 1 turn",
+        form=".3g",
         workflow="MultiTurn",
     ),
     Check(
         "reward_failures",
         ("rollout/accepted",),
-        rewards_failing,
+        lambda window, config: share_of_reward_failures(window, config) > config.max_lost_share,
         (
             "more than health.max_lost_share of the reward calls fail, or of the groups are "
             "rejected because a reward call or a tool fails"
         ),
         "see the log for the error; raise rewards.timeout_s or rewards.num_workers if it is slow",
+        measure=share_of_reward_failures,
+        healthy=AT_MOST_LOST_SHARE,
     ),
     Check(
         "agents_failing",
@@ -241,17 +302,23 @@ CHECKS = (
         ),
         "see the log for the error; raise engine.max_prompt_tokens if its calls do not fit, "
         "workflow.timeout_s if it is slow",
+        measure=lambda window, config: rejected_share(window, *AGENT_FAILURES),
+        healthy=AT_MOST_LOST_SHARE,
         workflow="Agent",
     ),
     Check(
         "groups_rejected",
         ("rollout/accepted",),
-        rejected_for_other_reasons,
+        lambda window, config: (
+            share_rejected_for_other_reasons(window, config) > config.max_lost_share
+        ),
         "more than health.max_lost_share of the groups are rejected",
         (
             "see rollout/rejected/* and the log for the reasons; prompts that do not fit need "
             "engine.max_prompt_tokens"
         ),
+        measure=share_rejected_for_other_reasons,
+        healthy=AT_MOST_LOST_SHARE,
     ),
 )
 """All checks. Each reads a window of health.window_steps steps."""

@@ -192,9 +192,23 @@ TABLE: tuple[Entry, ...] = tuple(
 )
 """All metrics that runs write."""
 
-_PATTERN = re.compile("|".join(re.escape(entry.name).replace(r"\*", "[^/]+") for entry in TABLE))
+_PATTERNS = tuple(
+    (entry, re.compile(re.escape(entry.name).replace(r"\*", "[^/]+"))) for entry in TABLE
+)
 
 
 def find_undocumented(names: Iterable[str]) -> set[str]:
     """Return the names that the table does not contain."""
-    return {name for name in names if _PATTERN.fullmatch(name) is None}
+    names = set(names)
+    return names - describe(names).keys()
+
+
+def describe(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
+    """Return meaning, unit and healthy range by name, for the names that the table contains."""
+    found: dict[str, tuple[str, str, str]] = {}
+    for name in names:
+        for entry, pattern in _PATTERNS:
+            if pattern.fullmatch(name):
+                found[name] = (entry.meaning, entry.unit, entry.healthy)
+                break
+    return found

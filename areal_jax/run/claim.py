@@ -269,6 +269,20 @@ def claimed(folder: Path, setting: str = "--run-folder") -> Iterator[Claim]:
         claim.release()
 
 
+def is_claimed(folder: Path) -> bool:
+    """Return whether a process holds the claim on a folder, as far as its lease tells."""
+    path = folder / CLAIM
+    found = read_lease(path)
+    if not found:
+        return False
+    if found.get("host") == socket.gethostname():
+        return is_running(found)
+    try:
+        return time.time() - path.stat().st_mtime < LEASE_S
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
 def writable(folder: Path, setting: str) -> Iterator[None]:
     """Convert errors of writing to a folder to ConfigError, with the setting that names the folder.

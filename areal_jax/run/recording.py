@@ -25,11 +25,12 @@ from areal_jax.metrics.health import HealthMonitor
 from areal_jax.metrics.jsonl import read
 from areal_jax.metrics.meters import Meters
 from areal_jax.metrics.progress import Progress
-from areal_jax.metrics.report import collect, write_report
 from areal_jax.metrics.samples import TrainedSample
 from areal_jax.metrics.sinks import Sinks
 from areal_jax.metrics.trace import Trace
 from areal_jax.records import Group
+from areal_jax.reports.report import ReportWriter
+from areal_jax.reports.series import collect
 from areal_jax.run.checks import require_consistency
 from areal_jax.run.plan import Plan
 from areal_jax.run.plan_report import headline
@@ -49,6 +50,7 @@ class Recording:
     trace: Trace
     progress: Progress
     health: HealthMonitor
+    report_writer: ReportWriter
     active_spans: list[tuple[str, str]] = field(default_factory=list)
     """Lane and name of every trainer step or checkpoint that is running."""
     num_spans: int = 0
@@ -76,6 +78,7 @@ class Recording:
         before = self.health.active
         row |= self.health.update(version, row)
         self.sinks.write(version, row)
+        self.report_writer.notify()
         self.progress.update(version + 1, row)
         for line in self.health.changes(before, version):
             self.say(line)
@@ -83,6 +86,7 @@ class Recording:
     def record_evaluation(self, version: int, metrics: Mapping[str, float], line: str) -> None:
         """Write and show the metrics of an evaluation of `version`."""
         self.sinks.write(version, metrics)
+        self.report_writer.notify()
         self.progress.evaluated(metrics)
         self.say(line)
 
@@ -127,9 +131,9 @@ class Recording:
         self.sinks.flush()
 
     def report(self) -> None:
-        """Write the report, and show where it is."""
+        """Write the report of a run that ends, and show where it is."""
         self.flush()
-        self.say(f"report: {write_report(self.folder)}")
+        self.say(f"report: {self.report_writer.write('stopped')}")
 
 
 def start_progress(
@@ -182,6 +186,8 @@ def start_recording(
     trace = Trace(folder / TRACE if experiment.metrics.trace else None)
     stack.callback(trace.close)
     write_description(folder, headline(plan), to_json(experiment), plan.devices, gaps)
+    report_writer = ReportWriter(folder)
+    stack.callback(report_writer.close)
     workflow = type(experiment.workflow).__name__
     return Recording(
         folder=folder,
@@ -189,6 +195,7 @@ def start_recording(
         trace=trace,
         progress=progress,
         health=HealthMonitor(experiment.health, workflow, experiment.num_steps),
+        report_writer=report_writer,
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from areal_jax.cli.report import main
 from areal_jax.metrics.description import write_description
+from areal_jax.run.claim import claimed
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +43,28 @@ def test_report_of_a_torn_row_leaves_it_out(run_folder: Path) -> None:
     assert "trainer/torn" not in (run_folder / "report.html").read_text()
 
 
+def test_two_runs_are_compared_in_one_page(
+    run_folder: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    (other / "metrics.jsonl").write_text((run_folder / "metrics.jsonl").read_text())
+    assert main([str(run_folder), str(other)]) == 0
+    assert capsys.readouterr().out == f"report: {run_folder / 'comparison.html'}\n"
+    assert main([str(run_folder), str(other), f"--out={other / 'both.html'}"]) == 0
+    for page in (run_folder / "comparison.html", other / "both.html"):
+        assert f'"name":"{run_folder.name}"' in page.read_text()
+        assert f'"name":"{other.name}"' in page.read_text()
+    assert not (run_folder / "report.html").exists()
+
+
+def test_report_of_a_claimed_folder_says_that_the_run_goes_on(run_folder: Path) -> None:
+    with claimed(run_folder):
+        assert main([str(run_folder)]) == 0
+        assert '"state":"running"' in (run_folder / "report.html").read_text()
+    assert main([str(run_folder)]) == 0
+    assert '"state":"stopped"' in (run_folder / "report.html").read_text()
+
+
 def test_report_runs_as_a_module_without_loading_jax(run_folder: Path) -> None:
     code = (
         "import runpy, sys; sys.argv = ['report', sys.argv[1]]\n"
@@ -65,8 +88,9 @@ def test_report_runs_as_a_module_without_loading_jax(run_folder: Path) -> None:
     [
         ([], "expected a run folder, found none"),
         (["missing"], "missing: expected a run folder with metrics.jsonl"),
-        (["a", "b"], "unrecognized arguments: b; give one run folder"),
-        (["--out=x", "a"], "unrecognized arguments: --out=x"),
+        (["--draw", "a"], "unrecognized arguments: --draw; give one or more run folders"),
+        (["--out=x", "a"], "--out is the file of a comparison: give several run folders"),
+        (["--live", "--port=70000", "a"], "--port=70000: expected a number from 0 to 65535"),
     ],
 )
 def test_invalid_arguments_are_one_line_and_status_2(

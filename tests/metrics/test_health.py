@@ -11,7 +11,6 @@ import pytest
 from areal_jax.metrics import names
 from areal_jax.metrics.config import HealthConfig
 from areal_jax.metrics.health import CHECKS, PREFIX, HealthMonitor, Row
-from areal_jax.metrics.report import collect, findings
 
 CONFIG = HealthConfig(window_steps=3)
 
@@ -185,17 +184,33 @@ def test_step_without_tokens_has_no_gradient() -> None:
     assert not monitor.has_learnt
 
 
-def test_report_lists_active_findings_first() -> None:
-    def row(step: int, **held: float) -> dict[str, float]:
-        return {"version": step, **{PREFIX + name: value for name, value in held.items()}}
-
-    rows = [
-        row(0, no_signal=0.0, no_answers=0.0, no_gradient=0.0),
-        row(1, no_signal=1.0, no_answers=1.0, no_gradient=0.0),
-        row(2, no_signal=0.0, no_answers=1.0, no_gradient=0.0),
-    ]
-    listed = [
-        (each.check.name, each.first, each.num_steps, each.is_active)
-        for each in findings(collect(rows))
-    ]
-    assert listed == [("no_answers", 1, 2, True), ("no_signal", 1, 1, False)]
+def test_every_check_measures_a_number_and_names_its_range() -> None:
+    window = [{}, *(healthy(step) for step in range(3))]
+    thresholds = chz.asdict(CONFIG)
+    measured = {check.name: format(check.measure(window, CONFIG), check.form) for check in CHECKS}
+    # Stale are 50 of 110 tokens; of the groups that end, half are rejected,
+    # a quarter of them for each of four reasons.
+    assert measured == {
+        "no_signal": "90.0%",
+        "all_truncated": "90.0%",
+        "no_answers": "90.0%",
+        "entropy_collapsed": "0.02",
+        "ratios_out_of_range": "1.9",
+        "off_policy": "51.0%",
+        "stale_tokens": "45.5%",
+        "no_gradient": "0.3",
+        "tools_never_called": "1.1",
+        "second_turns_never_taken": "1.1",
+        "reward_failures": "12.5%",
+        "agents_failing": "12.5%",
+        "groups_rejected": "12.5%",
+    }
+    assert {check.healthy.format(**thresholds) for check in CHECKS} == {
+        "below 95%",
+        "at least 0.01 nats",
+        "within a factor of 2 of 1",
+        "at most 50%",
+        "at least 50%",
+        "above 0",
+        "above 1 turn",
+    }

@@ -1,39 +1,15 @@
-"""Layout of HTML reports and plots: one self-contained file with an embedded picture."""
+"""Style of plots."""
 
 from __future__ import annotations
 
-import base64
 import io
-from pathlib import Path
-from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from areal_jax.metrics.files import write_atomically
-
 BLUE, ORANGE, GREY = "#2563a8", "#d9721f", "#8a8f98"
-
-
-def write_page(path: Path, template: Path, *, picture: bytes, **values: Any) -> Path:
-    """Render a template that extends page.html.jinja, and write the page atomically.
-
-    Args:
-        path: the page.
-        template: the template.
-        picture: a PNG.
-        **values: the template's variables; page.html.jinja needs headline, summary and picture_of.
-    """
-    folders = [template.parent, Path(__file__).parent]
-    environment = Environment(loader=FileSystemLoader(folders), autoescape=True)
-    page = environment.get_template(template.name).render(
-        picture=base64.b64encode(picture).decode(), **values
-    )
-    write_atomically(path, page)
-    return path
 
 
 def new_figure(width: float, height: float) -> Figure:
