@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -16,6 +17,8 @@ from aiohttp import web
 from areal_jax.reports.report import encode_runs, open_run, render
 from areal_jax.reports.run_report import RunReport, State
 from areal_jax.reports.sample_index import compact_group
+
+logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 UPDATE_S = 2.0
@@ -65,8 +68,13 @@ class LiveReport:
         """Look for what the runs have written, until cancelled."""
         while True:
             await asyncio.sleep(UPDATE_S)
-            async with self._lock:
-                update = await asyncio.to_thread(self._read)
+            try:
+                async with self._lock:
+                    update = await asyncio.to_thread(self._read)
+            except (OSError, ValueError, KeyError) as error:
+                # The files may be replaced at this moment; the page keeps what it shows.
+                logger.warning("report not updated: %s: %s", type(error).__name__, error)
+                continue
             if update is not None:
                 async with self._updated:
                     self._update, self._number = update, self._number + 1
