@@ -110,7 +110,8 @@ def experiment(max_staleness: int) -> Experiment:
 
 class LongTailed:
     """An engine whose answers have the lengths that the simulator's would have: no token ends one,
-    and each has a budget."""
+    and each has a budget.
+    """
 
     def __init__(self, engine: MeasuredEngine) -> None:
         self._engine = engine

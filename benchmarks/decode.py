@@ -24,7 +24,8 @@ what that left in it, all programs that such requests can need. A swap is timed 
 while all slots draw, with equal shapes and other numbers: kept caches, and rebuilt ones. With
 --requests=N so many answers of log-normal length, at most --new-tokens, go through the slots:
 `stream` is how full these were, and how fast, until no request waited any more. Appends one line to
-benchmarks/results/decode.jsonl. Needs an idle machine. """
+benchmarks/results/decode.jsonl. Needs an idle machine.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ async def decode(
 
 def stream(decoded: Decoded, slots: int, steps: int) -> dict[str, float]:
     """Share of slot-steps that drew a token, and tokens/s, as long as more requests were unfinished
-    than there are slots."""
+    than there are slots.
+    """
     tail_s = decoded.finished_s[-slots]
     dispatches = [each for each in decoded.events.of("dispatch") if each[1] <= tail_s]
     tokens = sum(sampled for _, _, sampled in dispatches)

@@ -58,7 +58,8 @@ def run(name: str, folder: Path) -> Rows:
 
 def learnt(name: str, rows: Rows) -> dict[str, Any]:
     """Pass@1 of every evaluation with its interval, and the reward of every step on the way from
-    wrong to correct."""
+    wrong to correct.
+    """
     experiment = load_experiment(name)
     assert isinstance(experiment, Experiment)
     wrong, correct = experiment.rewards.wrong, experiment.rewards.correct

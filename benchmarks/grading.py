@@ -19,7 +19,8 @@ results/grading.jsonl.
 
 Expected: 164 of 164, and 974 of 974 (two need their class before the tests' own set-up, which is
 how they are run here); no mutant and no altered program correct; a trivial test in less than 60 ms
-on an idle machine; every gold answer correct and no near miss."""
+on an idle machine; every gold answer correct and no near miss.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def code(data: Path, every: int) -> dict[str, object]:
 
 def mutants(data: Path, every: int) -> dict[str, object]:
     """Solutions changed in one place. What is correct, though it fails as a plain script with its
-    tests, is misgraded."""
+    tests, is misgraded.
+    """
     config = SandboxConfig(test_timeout_s=2.0)
     grader, sandboxes = grading(config), Sandboxes(config, find_sandbox_command(config))
     counts = Counter[str]()
@@ -148,7 +150,8 @@ def mutants(data: Path, every: int) -> dict[str, object]:
 
 def mutated(program: str, after_line: int) -> list[str]:
     """Some of the programs that differ in one comparison, operator, constant or return after that
-    line."""
+    line.
+    """
     found = list[str]()
     for place in range(sum(1 for _ in ast.walk(ast.parse(program)))):
         tree = ast.parse(program)
@@ -177,7 +180,8 @@ def mutate(node: ast.AST) -> bool:
 
 def live(data: Path, every: int) -> dict[str, object]:
     """Programs that know the expected outputs of LiveCodeBench's public tests, and ones that have
-    the last of them wrong."""
+    the last of them wrong.
+    """
     grader = grading(SandboxConfig())
     counts = Counter[str]()
     for row in rows(next((data / "livecodebench").glob("*.jsonl")), every):
@@ -361,7 +365,8 @@ def service(data: Path, every: int) -> dict[str, object]:
 
 async def hanging_and_crashing() -> dict[str, object]:
     """256 answers at once, each of 20 ms of work, without and with 16 that spin for ever and 4 that
-    end their process."""
+    end their process.
+    """
     found = dict[str, object]()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "own.py").write_text(GRADER)
@@ -402,7 +407,8 @@ async def all_at_once(config: RewardConfig, answers: list[str]) -> dict[str, obj
 
 async def sustained(number: int) -> dict[str, object]:
     """Answers to mathematics, half of them to be compared by computer algebra, and the memory of
-    all processes."""
+    all processes.
+    """
     pairs = [
         ("\\frac{1}{2}", "0.5"),
         ("42", "042"),

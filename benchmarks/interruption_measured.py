@@ -22,7 +22,8 @@ Medians over rounds, ratios taken round by round. Two simulated devices share th
 Appends to results/interruption.jsonl and draws results/interruption_measured.png.
 
 Expected: interruption brings more than 12 % over waiting. On a CPU, where cores and not memory
-bound decoding, caches are as dear to rebuild as they can be."""
+bound decoding, caches are as dear to rebuild as they can be.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ class Arrivals:
     of what happened.
 
     The engine loops' threads tell it what they did, and ask it for weights through a `Shelf`
-    each."""
+    each.
+    """
 
     versions: Sequence[Sequence[Any]]
     """Of each engine, parameters by version; they go to and fro."""
@@ -185,7 +187,8 @@ async def decode(
     num_versions: int,
 ) -> tuple[dict[str, float], dict[int, Completion]]:
     """Decode until so many versions have come. Returns what was measured, and the finished answers
-    by request."""
+    by request.
+    """
     arrivals = Arrivals(versions)
     sources: list[Any] = [Shelf(arrivals, number) for number in range(len(engines))]
     if variant.rolls:

@@ -51,7 +51,8 @@ def naive(
     segment_ids: Int[Array, "1 T"],
 ) -> tuple[Float[Array, "1 T"], Float[Array, "1 T"]]:
     """What `token_logprobs` returns, from the formula: softmax over logits that all exist at
-    once."""
+    once.
+    """
     log_softmax = jax.nn.log_softmax(hidden[:, :-1] @ head)
     logp = jnp.take_along_axis(log_softmax, tokens[:, 1:, None], axis=-1)[..., 0]
     entropy = jax.lax.stop_gradient(-jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1))

@@ -100,7 +100,8 @@ def fixed_micro_batches(
     examples: Sequence[SupervisedExample],
 ) -> dict[int, list[SupervisedExample]]:
     """Padded examples by the length they are padded to; those of a micro-batch follow one
-    another."""
+    another.
+    """
     by_length = defaultdict[int, list[SupervisedExample]](list)
     for start in range(0, len(examples), PER_FIXED):
         registry = examples[start : start + PER_FIXED]
@@ -152,7 +153,8 @@ def seconds_on_ranks(
     """Of a mini-batch with fixed micro-batches, and with Algorithm 1.
 
     Args: work: seconds of a rank for tokens and pairs. meet: whether ranks wait for each other in
-        every micro-batch."""
+        every micro-batch.
+    """
 
     def took(tokens: np.ndarray, pairs: np.ndarray) -> float:
         each = np.vectorize(work)(tokens, pairs)  # by rank and micro-batch

@@ -21,7 +21,8 @@ that machine.
 A step is one of supervised training on a random policy, whose version is published after every
 second step, in turns with steps after which nothing is; what carries the version works beside the
 next step. Appends one line to benchmarks/results/object_store.jsonl, with the machine's load, since
-others at work make all of it slower. """
+others at work make all of it slower.
+"""
 
 from __future__ import annotations
 

@@ -157,7 +157,8 @@ def build(
     """A system on so many of the paper's devices.
 
     Args: shrink: divides devices and batch alike, for a quicker answer. devices_per_engine: with as
-        many slots for each."""
+        many slots for each.
+    """
     colocated = system == "colocated"
     usual = (VERL_DEVICES_PER_ENGINE if colocated else DEVICES_PER_ENGINE)[model]
     tensor = devices_per_engine or usual
@@ -199,13 +200,15 @@ def build(
 
 def shrink_of(model: str, num_devices: int) -> int:
     """By which power of two devices and batch may be divided: eighths of the cluster stay whole
-    engines, and 32 groups."""
+    engines, and 32 groups.
+    """
     return 1 << max(1, min(16, num_devices // 8 // DEVICES_PER_ENGINE[model])).bit_length() - 1
 
 
 def measure(cluster: Cluster, workload: Workload) -> Outcome:
     """As long as it takes for the numbers to settle: short answers come first, until as much has
-    ended as may be under way."""
+    ended as may be under way.
+    """
     if workload.max_staleness == 0:
         return simulate(cluster, workload, num_steps=3, first_counted=1)
     batches = workload.max_running_groups // workload.groups_per_batch
@@ -230,7 +233,8 @@ SHARES = (0.75, 0.625, 0.5)
 
 def gains(model: str, num_devices: int, max_new_tokens: int, shrink: int) -> dict[str, float]:
     """Tokens per second of the paper's system, and with each of CAUSES on top of those before. Of
-    the paper's system all tokens count; this project trains on none that are too old."""
+    the paper's system all tokens count; this project trains on none that are too old.
+    """
     eta, narrow = ETA[model], DEVICES_PER_ENGINE[model]
 
     def built(share: float, running_batches: int, tensor: int) -> tuple[Cluster, Workload]:
@@ -300,7 +304,8 @@ def figure_4(
     system: System, model: str, context: int, num_devices: int, fitted: Fitted = FITTED
 ) -> float:
     """Tokens per second, as simulated; of verl with nothing cut down: how long devices wait depends
-    on how many there are."""
+    on how many there are.
+    """
     shrink = 1 if system == "colocated" else shrink_of(model, num_devices)
     longest, eta = 1024 * context - MAX_PROMPT, ETA[model]
     built = build(
@@ -325,7 +330,8 @@ def error(fitted: Fitted) -> float:
 
 def fit(start: Fitted) -> Fitted:
     """The three constants, each changed in turn by a factor that shrinks from round to round, as
-    long as the error falls."""
+    long as the error falls.
+    """
     best, least = start, error(start)
     for factor in (1.2, 1.08, 1.03):
         for name in ("train_share", "turn_s", "step_s"):

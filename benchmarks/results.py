@@ -1,5 +1,6 @@
 """Where figures are kept: results/NAME.jsonl, a line for every time benchmark NAME was run;
-results/NAME.png if it draws."""
+results/NAME.png if it draws.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ FOLDER = Path(__file__).parent / "results"
 
 def append(name: str, row: Mapping[str, object]) -> None:
     """Add `row` to results/NAME.jsonl with the command, commit, versions and machine that made it,
-    and print it."""
+    and print it.
+    """
     device = jax.devices()[0]
     cores = f"{len(os.sched_getaffinity(0))} CPU threads"
     devices = (

@@ -14,7 +14,8 @@ weights.
 
 Each round runs every contestant once, in a process of its own, one after the other; the figure of a
 contestant is the median of its rounds, and ratios are taken round by round. Appends one line to
-benchmarks/results/rl_step_cpu.jsonl. Needs idle cores. """
+benchmarks/results/rl_step_cpu.jsonl. Needs idle cores.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +187,8 @@ def _request(version: int, place: int, prompt: np.ndarray) -> Request:
 
 def _group(version: int, place: int, prompt: np.ndarray, answer: list[Completion]) -> Group:
     """Reward is the share of the lower half of the vocabulary: something to learn, and nothing to
-    compute."""
+    compute.
+    """
     mask = np.arange(PROMPT_TOKENS + NEW_TOKENS) >= PROMPT_TOKENS
     samples = tuple(
         Sample(

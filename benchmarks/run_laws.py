@@ -16,7 +16,8 @@ def broken_laws(
     """Which laws a run of less than an epoch has broken, in words: no step is missing, no task was
     lost or repeated, and no token is older than it may be.
 
-    Args: groups: of a batch. samples: of a group."""
+    Args: groups: of a batch. samples: of a group.
+    """
     rows, sampled = steps(read(run)), list(jsonl.read(run / "samples.jsonl"))
     of_groups = {row["group"]: row["task"] for row in sampled}
     # Groups are numbered as their tasks are sampled: what is missing below the last one is still

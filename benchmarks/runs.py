@@ -1,5 +1,6 @@
 """Runs of `python -m areal_jax.train`, each in a process of its own, for benchmarks to compare.
-What is finished stays."""
+What is finished stays.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ Rows = list[dict[str, float]]
 
 def run_all(runs: Mapping[str, Iterable[str]], folder: Path, num_steps: int) -> dict[str, Rows]:
     """Rows of every run by name, run now where that has not been done. Args: runs: name to
-    settings."""
+    settings.
+    """
     found: dict[str, Rows] = {}
     seconds: list[float] = []
     for name, settings in runs.items():

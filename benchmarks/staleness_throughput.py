@@ -37,7 +37,8 @@ def curve(
     papers: Mapping[int | None, float], num_devices: int, groups: int, shrink: int
 ) -> dict[str, dict[str, float]]:
     """By max_staleness, thousands of tokens per second, and the same over that without
-    staleness."""
+    staleness.
+    """
     found, first = dict[str, dict[str, float]](), 0.0
     for eta, paper in papers.items():
         cluster, workload = build(

@@ -27,7 +27,8 @@ gradient only if it is trained; beside an adapter the head is not. Attention is 
 causal query sees half of its segment on average. What remat computes again does not count, nor do
 padding, the optimizer, norms or the softmax over the vocabulary. MFU is work / seconds / devices /
 the peak of dense products in bfloat16 that the maker states; null for devices without one below.
-Appends one line to benchmarks/results/train_mfu.jsonl. """
+Appends one line to benchmarks/results/train_mfu.jsonl.
+"""
 
 from __future__ import annotations
 

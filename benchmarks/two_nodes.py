@@ -22,7 +22,8 @@ node. Checks what `worker_deaths.py` checks: no task is lost or trained on twice
 old. Appends to results/two_nodes.jsonl, in about 9 minutes.
 
 Expected: a slow network costs little, for nobody waits for weights; what is cut is noticed by Ray's
-heartbeats, in about 75 s."""
+heartbeats, in about 75 s.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +203,8 @@ def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, 
 
 def wait(process: subprocess.Popen[bytes], what: str, holds: Callable[[], bool]) -> None:
     """Until it holds. SystemExit, which says what was waited for, where the process ends or the
-    time is over before."""
+    time is over before.
+    """
     began_s = time.monotonic()
     while not holds():
         if process.poll() is not None or time.monotonic() - began_s > TIMEOUT_S:

@@ -121,7 +121,8 @@ def train(name: str, experiment: Experiment, folder: Path, kills: Kills | None) 
 
 def checked(folder: Path, experiment: Experiment) -> dict[str, Any]:
     """What a finished run has to show. SystemExit where a task was lost or repeated, or a token was
-    too old."""
+    too old.
+    """
     rollout = experiment.rollout
     if broken := broken_laws(
         folder,
@@ -216,7 +217,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def drill(options: argparse.Namespace) -> None:
     """The run with kills for each seed, beside a load. SystemExit where one does not end, or breaks
-    a law."""
+    a law.
+    """
     import subprocess
     import time
 

@@ -10,7 +10,8 @@ The files may lie elsewhere, as jsonl, json or parquet with `question` and `answ
 
 Hardware: one GPU of 80 GB for a policy of 0.5 B parameters. Without policy.path it is the embedded
 policy: that runs anywhere and shows that the data are read, but it knows only the problems of its
-own generator and will hardly solve these. """
+own generator and will hardly solve these.
+"""
 
 from areal_jax.config.experiment import Experiment
 from areal_jax.data.config import Files, PromptConfig

@@ -18,7 +18,8 @@ from areal_jax.rl.config import CustomLoss
 @chz.chz
 class SPO(CustomLoss):
     """Simple Policy Optimization (arXiv:2401.16025, equation 9): u A - |A| / (2 clip_eps) (u -
-    1)²."""
+    1)².
+    """
 
     clip_eps: float = chz.field(
         default=0.2, doc="distance of theta/proximal from 1 at which the objective turns back"

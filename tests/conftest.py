@@ -1,5 +1,6 @@
 """Every test sees eight simulated CPU devices, and a thread pool large enough that two meshes of
-them run at once."""
+them run at once.
+"""
 
 import gc
 import importlib.util
@@ -72,7 +73,8 @@ def run_metrics_are_documented(request: pytest.FixtureRequest) -> Iterator[None]
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
     """Leave out most of XLA's optimizations, which change speed and memory and no result: for tests
-    that compile more than they compute."""
+    that compile more than they compute.
+    """
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
@@ -83,7 +85,8 @@ def quick_compilation() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def of_a_command() -> dict[str, str]:
     """The environment of a command in a process of its own: the package as it is here, one device,
-    and quick compilation."""
+    and quick compilation.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "NPROC"}
     here = {"PYTHONPATH": str(Path(__file__).parents[1])}
     return kept | here | {"XLA_FLAGS": QUICK_FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -92,7 +95,8 @@ def of_a_command() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
     """A Ray of the module's own on this machine. Its store is small, and nothing leaves it for the
-    disk."""
+    disk.
+    """
     import ray
 
     with warnings.catch_warnings():

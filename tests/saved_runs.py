@@ -48,7 +48,8 @@ def adapter() -> tuple[Policy, Params]:
 
 def save_run_and_export(folder: Path) -> Path:
     """A run whose checkpoints hold the embedded policy, a little moved, as full parameters; and its
-    export, in `policy`."""
+    export, in `policy`.
+    """
     save_run(folder, moved())
     hf.save(folder / "policy", Policy(hf.read_config(EMBEDDED)), moved(), EMBEDDED)
     return folder
@@ -56,7 +57,8 @@ def save_run_and_export(folder: Path) -> Path:
 
 def save_run(folder: Path, params: Any, *settings: str) -> None:
     """What a run leaves after version 3: its settings, and checkpoints of what it trains. Of
-    version 2 all are zeros."""
+    version 2 all are zeros.
+    """
     folder.mkdir(exist_ok=True)
     write_config(
         load_experiment("aime", ["name=drift", "seed=7", *settings]), folder / "config.json"

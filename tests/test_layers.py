@@ -1,5 +1,6 @@
 """Floors of the package, libraries by room, and rooms without jax, as data that every import is
-checked against."""
+checked against.
+"""
 
 from __future__ import annotations
 

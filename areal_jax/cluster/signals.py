@@ -1,5 +1,6 @@
 """Handling of SIGINT and SIGTERM: a command ends in time, with one message and exit status 128 + the
-signal's number."""
+signal's number.
+"""
 
 from __future__ import annotations
 

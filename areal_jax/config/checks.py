@@ -21,7 +21,8 @@ from areal_jax.workflows.config import Agent, MultiTurn, ToolUse
 
 def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     """Violated rules between an experiment's settings, each in a sentence that names the
-    settings."""
+    settings.
+    """
     yield from _one_adapter(experiment)
     yield from _no_offload_beside_adapter(experiment)
     yield from _raw_rewards(experiment)

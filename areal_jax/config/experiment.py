@@ -139,5 +139,6 @@ AnyExperiment = Experiment | SFTExperiment | PreferenceExperiment
 
 def is_due(version: int, every_steps: int) -> bool:
     """Whether something that happens every `every_steps` versions (0: never) happens at this
-    version."""
+    version.
+    """
     return every_steps > 0 and version % every_steps == 0

@@ -192,7 +192,8 @@ class RewardCalls:
 
 class Rollouts:
     """The running groups of `run_rollouts`, with snapshots of all state between tasks and
-    trainer."""
+    trainer.
+    """
 
     def __init__(
         self,
@@ -404,7 +405,8 @@ class Rollouts:
         self, record: SuspendedGroup, calls: Calls, reason: str, failure: RewardResult
     ) -> None:
         """Count a group of which every reward or tool call failed; fail the buffer after too many
-        in a row."""
+        in a row.
+        """
         self._ungraded[record.id] = record, calls, reason
         if len(self._ungraded) < self._max_consecutive_failures:
             return
@@ -423,7 +425,8 @@ class Rollouts:
 
     def _is_within_bounds(self, samples: Sequence[Sample]) -> bool:
         """Return whether a group's share of correct answers is within bounds (dynamic sampling of
-        DAPO, arXiv:2503.14476)."""
+        DAPO, arXiv:2503.14476).
+        """
         above, below = self._config.success_rate_above, self._config.success_rate_below
         rate = sum(sample.grade == "correct" for sample in samples) / len(samples)
         return (above is None or rate > above) and (below is None or rate < below)
@@ -477,7 +480,8 @@ class Rollouts:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Fail the buffer if the feeder or a group ends unexpectedly: the trainer must not
-        wait."""
+        wait.
+        """
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
         elif task.cancelled() and not self._closing:

@@ -1,5 +1,6 @@
 """Which split of a cluster trains fastest, what it gives, and what bounds it: found by simulating
-the candidates."""
+the candidates.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ class ClusterPlan:
 
 def plan_cluster(question: ClusterQuestion, model: ModelConfig) -> ClusterPlan:
     """The best split for a question about `model`. ConfigError, with the numbers, where none can
-    be."""
+    be.
+    """
     if problems := list(impossible(question, model)):
         raise ConfigError("\n".join(problems))
     device, tensor = known_device(question.device), engine_size(question, model)
@@ -252,7 +254,8 @@ def trainer_size(model: ModelConfig, device: Device) -> int:
 def by_balance(devices: int, generate_s: float, train_s: float) -> list[int]:
     """How many of the devices decode, of every split, best first: by what the slower side takes for
     a batch, given the device-seconds of generating it and of training on it. Best is about `devices
-    * generate_s / (generate_s + train_s)`."""
+    * generate_s / (generate_s + train_s)`.
+    """
     return sorted(
         range(1, devices),
         key=lambda rollout: max(generate_s / rollout, train_s / (devices - rollout)),
@@ -263,7 +266,8 @@ def stage_seconds(
     question: ClusterQuestion, model: ModelConfig, tensor: int
 ) -> tuple[float, float]:
     """Device-seconds of generating a batch in full engines, and of training on it, in closed
-    form."""
+    form.
+    """
     device, efficiency, longest = (
         known_device(question.device),
         _efficiency(question),
@@ -287,7 +291,8 @@ def stage_seconds(
 
 def _splits(question: ClusterQuestion, model: ModelConfig, tensor: int) -> list[int]:
     """Rollout devices of the splits to simulate: the one asked for, or some around the balanced
-    one."""
+    one.
+    """
     if question.rollout_devices is not None:
         return [question.rollout_devices]
     need = trainer_size(model, known_device(question.device))
@@ -306,7 +311,8 @@ def _splits(question: ClusterQuestion, model: ModelConfig, tensor: int) -> list[
 
 def _wider(question: ClusterQuestion, best: Candidate) -> list[int]:
     """Numbers of devices that an engine may be cut over beside the fewest, unless one was asked
-    for."""
+    for.
+    """
     most = (
         0
         if question.devices_per_engine

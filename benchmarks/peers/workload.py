@@ -61,7 +61,8 @@ def parse_steps(description: str) -> tuple[int, int]:
 
 def num_threads() -> int:
     """CPUs that this process may use: `taskset` decides, so that every peer is held by the same
-    fence."""
+    fence.
+    """
     return len(os.sched_getaffinity(0))
 
 
@@ -97,7 +98,8 @@ def share_of_low_ids(
 
 class StepClock:
     """Seconds of each update: the rollout's, the training's, the whole step's, and the CPU seconds
-    of all threads."""
+    of all threads.
+    """
 
     def __init__(self) -> None:
         self.rollout_s: list[float] = []
@@ -108,7 +110,8 @@ class StepClock:
 
     def end_rollout(self, seconds: float, completion_lengths: Sequence[int]) -> None:
         """Note one rollout; ValueError unless it drew NUM_SEQUENCES completions of NEW_TOKENS
-        tokens."""
+        tokens.
+        """
         if list(completion_lengths) != [NEW_TOKENS] * NUM_SEQUENCES:
             raise ValueError(
                 f"expected {NUM_SEQUENCES} completions of {NEW_TOKENS} tokens, came lengths "
@@ -118,7 +121,8 @@ class StepClock:
 
     def end_step(self, train_s: float) -> None:
         """Note the training part; the step runs from the end of the previous one, data and logging
-        included."""
+        included.
+        """
         wall, cpu = time.perf_counter(), time.process_time()
         self.train_s.append(train_s)
         self.step_s.append(wall - self._wall)

@@ -17,7 +17,8 @@ Rows = list[dict[str, Any]]
 
 def broken(folder: Path, corrupt: Callable[[Rows, Rows], object]) -> list[str]:
     """Of a run of 2 steps with 2 groups of 2 samples each, and one group more that is being
-    generated."""
+    generated.
+    """
     gate = {"started": 5, "accepted": 4, "rejected": 0, "running": 1, "buffered": 0}
     rows: Rows = [
         {

@@ -19,7 +19,8 @@ IN_ITS_TURN = -2
 class Counting:
     def __init__(self, emit: Emit, version: int, dies_at: int) -> None:
         """Args: version: stamped on every token. dies_at: after so many tokens of its own; -1:
-        never; or IN_ITS_TURN."""
+        never; or IN_ITS_TURN.
+        """
         self._emit, self._version, self._dies_at = emit, version, dies_at
         self._sampled: dict[str, list[Completion]] = {}
         self._ended: set[tuple[str, int]] = set()

@@ -1,5 +1,6 @@
 """A run without progress, under simulated time: named, then mended or ended; and what computes is
-left alone."""
+left alone.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Versions on their way from several trainer hosts to engines: the same of all hosts, the newest,
-whole or not at all."""
+whole or not at all.
+"""
 
 from __future__ import annotations
 

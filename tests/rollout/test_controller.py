@@ -87,7 +87,8 @@ async def one_call(task: Task, generate: Generate, grader: Grader) -> tuple[Samp
 
 async def concurrent_turns(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
     """Three concurrent conversations of up to three turns, whose calls interleave by their
-    latency."""
+    latency.
+    """
 
     async def converse(first: int) -> list[Sample]:
         prompt, samples = np.append(prompt_of(task), np.int32(first)), []
@@ -259,14 +260,16 @@ def test_samples_depend_on_seed_and_group_only() -> None:
 @pytest.mark.parametrize("seed", range(15))
 def test_crash_at_any_time_loses_and_repeats_no_task(seed: int, workflow: Workflow) -> None:
     """Crash repeatedly at random ticks and resume from the last snapshot: the trained groups equal
-    those of a run without crashes, token by token."""
+    those of a run without crashes, token by token.
+    """
     chance = random.Random(seed)
 
     async def live(
         restored: RolloutState | None, trained: list[Group]
     ) -> tuple[RolloutState | None, list[Group]]:
         """Train until the crash; what the last snapshot holds, with the groups trained on until
-        then."""
+        then.
+        """
         version = len(trained) // CONFIG.groups_per_batch
         until_snapshot = chance.randrange(2, 25)
         async with run(workflow, version=version, restored=restored) as (rollouts, engine):

@@ -1,5 +1,6 @@
 """A whole run on Ray, on this machine: parts are killed while it goes on, and nothing is lost or
-repeated."""
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_worker_deaths_lose_no_task(tmp_path: Path, caplog: pytest.LogCaptureFix
 
     async def killing(run: Run[Trainers]) -> None:
         """An engine, then a reward worker, then, in the run's first life, the trainer host; each a
-        few steps after the last."""
+        few steps after the last.
+        """
         assert isinstance(run.engine, Engines) and isinstance(run.grader, TracedGrader)
         graders = run.grader.counted
         assert isinstance(graders, Graders)

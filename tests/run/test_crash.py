@@ -1,5 +1,6 @@
 """What a run survives: kill -9 at any moment, Ctrl-C, a loss that is not finite. By the command
-line, each in a process."""
+line, each in a process.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The laws of the whole loop, on one device and on a train mesh of four beside a rollout mesh of
-four."""
+four.
+"""
 
 from __future__ import annotations
 
@@ -84,14 +85,16 @@ SLOW_ON_MANY = pytest.mark.parametrize(
 
 async def grade_by_parity(task: Task, answer: str) -> RewardResult:
     """Right where the answer has an even number of characters: what a policy that knows nothing
-    gets right half of the time."""
+    gets right half of the time.
+    """
     return RewardResult("wrong" if len(answer) % 2 else "correct")
 
 
 @pytest.fixture
 def tiny_policy(tmp_path: Path) -> Path:
     """A Hugging Face folder with a policy small enough to take a step in milliseconds; its weights
-    are sampled afresh."""
+    are sampled afresh.
+    """
     folder = tmp_path / "tiny"
     shutil.copytree(
         EMBEDDED, folder, ignore=shutil.ignore_patterns("model.safetensors", "README.md")
@@ -188,7 +191,8 @@ KNOWN_ENGINES: dict[Any, tuple[DecodeEngine, ...]] = {}
 
 def with_known_engines(plan: Plan) -> Plan:
     """With engines that have compiled their programs, where there were such before: they keep
-    nothing else."""
+    nothing else.
+    """
     engines = plan.engines
     key = (
         plan.policy,
@@ -224,7 +228,8 @@ def samples(folder: Path) -> list[dict]:
 
 async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
     """Synchronous RL as a textbook has it: draw a batch task by task, train on it, hand over the
-    weights, again."""
+    weights, again.
+    """
     tokenizer = run.plan.tokenizer
     workflow = SingleTurn(tokenizer, exp.rollout.samples_per_group, exp.rewards)
     sampling = Sampling(
@@ -556,7 +561,8 @@ def test_preference_training_resumes_bit_exact_with_its_reference(
 @chz.chz
 class Diverging(CustomLoss):
     """Infinite in the first update of a step, or in those after it, whose theta/proximal is no
-    longer 1."""
+    longer 1.
+    """
 
     at_first: bool = chz.field(default=False, doc="which of them")
 

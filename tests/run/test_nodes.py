@@ -1,5 +1,6 @@
 """Several nodes of Ray on this machine, each with an object store of its own; some are lost without
-warning."""
+warning.
+"""
 
 from __future__ import annotations
 
@@ -317,7 +318,8 @@ def test_run_on_three_nodes_survives_the_death_of_two(
 
     async def losing(run: Run[Trainers]) -> None:
         """In the run's first life a node without a trainer host, and then one with; an engine is on
-        each."""
+        each.
+        """
         assert (
             isinstance(run.engine, Engines)
             and isinstance(run.grader, TracedGrader)

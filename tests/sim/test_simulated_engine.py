@@ -51,7 +51,8 @@ def timed(main: Coroutine[Any, Any, T]) -> tuple[T, float]:
 
 def decode_s(num: int, steps: int, context: int) -> float:
     """Of so many steps of sequences with so many tokens before the first, each step counted with
-    the caches in its middle."""
+    the caches in its middle.
+    """
     step = COSTS.step(num)
     return sum(step.fixed_s + step.context_s * num * (context + i + 0.5) for i in range(steps))
 
