@@ -1,27 +1,23 @@
-"""Asynchronous against synchronous, measured: the same run at max_staleness 0, 1 and 4, and what
-the simulator says of it.
+"""Asynchronous versus synchronous training, measured and simulated, at max_staleness 0, 1 and 4.
 
     python benchmarks/async_vs_sync.py
 
-Three runs of the loop live in one process and train in turns, round by round: of each, one
-simulated device decodes and one trains. The policy is the embedded one with random weights; every
-answer is as long as a log-normal variate with sigma = 1 says, cut at MAX_NEW tokens, by the same
-seeds in every run, and no weights change that. A coin graders, so that every update changes the
-weights, and caches are rebuilt. A step trains on GROUPS x SAMPLES answers, and the engine has a
-slot for each of them, so that without staleness the longest answer keeps the batch waiting.
+Three runs of the training loop train in turns in one process. Each has one simulated device for
+decoding and one for training. The policy is the embedded one with random weights. Completion
+lengths are log-normal with sigma = 1, cut at MAX_NEW tokens, and equal in all runs by their seeds.
+The reward is random, so that every update changes the weights and caches are rebuilt. A step trains
+on GROUPS x SAMPLES completions, and the engine has a slot for each of them: without staleness, the
+batch waits for the longest completion.
 
-XLA computes for both devices with a pool of two threads, and a stage that is alone uses 1.3 of
-them: each has about a core of its own. The machine must have two idle ones: where other work takes
-part of them, both stages share the rest, and the ratios fall towards 1 or below. Tokens per
-second are those trained on, from step FIRST_COUNTED of a round on, the median of all rounds.
+XLA computes for both devices with a pool of two threads. The machine needs two idle cores: if other
+processes use them, the ratios fall towards 1 or below. Tokens per second are trained tokens per
+second from step FIRST_COUNTED of a round on, the median of all rounds.
 
-The trace of each run tells what its stages took (`sim/measured.py`); the simulator is given these
-times, the same lengths and the same gate, and no other measurement. With the times of the
-synchronous run alone it predicts the others. Appends to results/async_vs_sync.jsonl and draws
-results/async_vs_sync.png.
+The simulator gets the stage times from the trace of each run (`sim/measured.py`), the same lengths
+and the same gate. With the stage times of the synchronous run alone it predicts the other runs.
+Appends to results/async_vs_sync.jsonl and plots results/async_vs_sync.png.
 
-Expected with two idle cores: at least 1.5 times at 1 and 2 times at 4, and the simulator within 15
-%.
+Expected with two idle cores: speed-up of at least 1.5 at 1 and 2 at 4; simulator within 15 %.
 """
 
 from __future__ import annotations
@@ -76,12 +72,11 @@ LENGTHS = LogNormal(96.0, 1.0)
 FIRST_COUNTED = 3
 PLACEMENT = PlacementConfig(simulated_devices=2, rollout_devices=1)
 POOL = {"NPROC": "2"}
-"""Threads that XLA computes with. Fewer than meshes of several devices need, whose collectives
-would wait for each other."""
+"""Number of XLA's threads. Meshes of several devices need more, for their collectives."""
 
 
 def experiment(max_staleness: int) -> Experiment:
-    """The run at `max_staleness`, without an end."""
+    """Return the experiment at `max_staleness`, with unlimited steps."""
     aime = load_experiment("aime")
     assert isinstance(aime, Experiment)
     return chz.replace(
@@ -109,8 +104,9 @@ def experiment(max_staleness: int) -> Experiment:
 
 
 class LongTailed:
-    """An engine whose answers have the lengths that the simulator's would have: no token ends one,
-    and each has a budget.
+    """An engine with the completion lengths of the simulator.
+
+    No token ends a completion; each has its own limit of new tokens.
     """
 
     def __init__(self, engine: MeasuredEngine) -> None:
@@ -118,11 +114,11 @@ class LongTailed:
         self.metrics = engine.metrics
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
-        """Each sample as a request of its own."""
+        """Submit each sample as a request of its own."""
         return asyncio.ensure_future(self._answer(request))
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
-        """Of the requests that were split nothing is known; they are sampled again."""
+        """Return nothing: requests that were split are sampled again."""
         return {}
 
     async def _answer(self, request: Request) -> list[Completion]:
@@ -148,7 +144,7 @@ class LongTailed:
 
 
 async def train_in_turns(folder: Path, num_rounds: int, steps_per_round: int) -> None:
-    """Rounds of so many steps of every run, each to its own folder."""
+    """Train all runs in rounds of `steps_per_round` steps, each in its own folder."""
     async with AsyncExitStack() as stack:
         runs: dict[int, Run[Trainer]] = {}
         for eta in STALENESS:
@@ -173,7 +169,7 @@ async def train_in_turns(folder: Path, num_rounds: int, steps_per_round: int) ->
 
 
 def rounds(run_folder: Path, steps_per_round: int) -> list[dict[str, float]]:
-    """Tokens trained and trainer steps per second of each round, from step FIRST_COUNTED on."""
+    """Compute tokens and trainer steps per second of each round, from step FIRST_COUNTED on."""
     by_round = defaultdict[int, list[dict[str, float]]](list)
     for row in jsonl.read(run_folder / "metrics.jsonl"):
         by_round[int(row["version"]) // steps_per_round].append(row)
@@ -243,7 +239,7 @@ def measure(options: argparse.Namespace) -> None:
                 eta: own[eta]["tokens_per_s"] / medians[eta]["tokens_per_s"] - 1
                 for eta in STALENESS
             },
-            "foretold_from_synchronous_times": estimated,
+            "predicted_from_synchronous_times": estimated,
         },
     )
     show(medians, own, estimated)
@@ -260,7 +256,7 @@ def show(measured: Speeds, own: Speeds, estimated: Speeds) -> None:
         "over that at 0",
         "simulated",
         "off by",
-        "by times at 0",
+        "from times at 0",
         "off by",
         title=NAME,
     )
@@ -298,8 +294,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12, help="trainer steps of a round")
-    parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
+    parser.add_argument("--steps", type=int, default=12, help="trainer steps per round")
+    parser.add_argument(
+        "--note", default="", help="note for the row, such as other load of the machine"
+    )
     options = parser.parse_args()
     if os.environ.get("NPROC") != POOL["NPROC"]:
         # XLA reads it when jax is imported, which has happened here.

@@ -1,4 +1,4 @@
-"""A reward that knows nothing of mathematics: what grading processes of async_vs_sync.py import."""
+"""Random reward of async_vs_sync.py, imported by its grading processes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from areal_jax.records import Task
 
 
 def coin(task: Task, answer: str) -> bool:
-    """Right for half of all answers, so that every update changes the weights."""
+    """Grade about half of all answers as correct, so that every update changes the weights."""
     del task
     return zlib.crc32(answer.encode()) % 2 == 0

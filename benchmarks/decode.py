@@ -1,30 +1,31 @@
-"""Decoding speed: tokens/s of the engine against what the memory's bandwidth would allow, host
-bubble, compiling, swaps.
+"""Decoding speed: tokens/s relative to the memory roofline, host bubble, compilation, weight swaps.
 
-    python benchmarks/decode.py --shape=qwen2.5-1.5b --slots=256 --mean-tokens=1536      # one \\
-        GPU or TPU
+    # one GPU or TPU
+    python benchmarks/decode.py --shape=qwen2.5-1.5b --slots=256 --mean-tokens=1536
     python benchmarks/decode.py --shape=qwen2.5-7b --slots=128 --mean-tokens=4096
-    python benchmarks/decode.py --shape=tiny --slots=64 --mean-tokens=160                # a CPU
+    # a CPU
+    python benchmarks/decode.py --shape=tiny --slots=64 --mean-tokens=160
 
-Weights are random in the real shapes, computing in bfloat16 (float32 on a CPU). Every slot holds a
-sequence of its own, with a prompt of between half and one and a half times the mean, so that the
-mean is --mean-tokens when half of --new-tokens are sampled. Tokens and seconds are those of the
-dispatches after the first two, in which all slots draw; prefill comes before them.
+Weights are random with the real shapes, in bfloat16 (float32 on a CPU). Every slot holds its own
+sequence, with a prompt of 0.5 to 1.5 times the mean, so that the mean length is --mean-tokens when
+half of --new-tokens are sampled. Tokens and seconds are counted over the dispatches after the first
+two, in which all slots decode; prefill comes before them.
 
-The roofline: a step reads every weight but the embedding's rows of absent tokens, and the keys and
-values of all live tokens;
+A decode step reads every weight, except embedding rows of absent tokens, and the KV cache of all
+running sequences. The roofline is
 
-    tokens/s = slots · bandwidth / (bytes of weights + mean tokens · slots · bytes of one token's
-        keys and values)
+    tokens/s = slots · bandwidth / (weight bytes + mean tokens · slots · KV bytes per token)
 
-with the bandwidth that a copy of 2 GiB reaches (256 MiB on a CPU), read and write counted. `share`
-is what was sampled of that. `host_bubble` is the share of the time in which the device waited for
-the host between two dispatches. Compiling is timed twice: with an empty cache on disk, and with
-what that left in it, all programs that such requests can need. A swap is timed by the engine loop
-while all slots draw, with equal shapes and other numbers: kept caches, and rebuilt ones. With
---requests=N so many answers of log-normal length, at most --new-tokens, go through the slots:
-`stream` is how full these were, and how fast, until no request waited any more. Appends one line to
-benchmarks/results/decode.jsonl. Needs an idle machine.
+with the bandwidth of a copy of 2 GiB (256 MiB on a CPU), read and write counted. The row has:
+
+- `share`: tokens/s relative to the roofline.
+- `host_bubble`: share of the time in which the device waits for the host between dispatches.
+- Compilation time of all programs for such requests, with an empty and with a filled disk cache.
+- Stall of a weight swap while all slots decode, with kept and with rebuilt caches.
+- `stream`, with --requests=N: slot utilization and tokens/s for N completions of log-normal length,
+  at most --new-tokens, until no request waits.
+
+Appends one line to benchmarks/results/decode.jsonl. Needs an idle machine.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from areal_jax.records import Request, Sampling, Weights
 
 @dataclass
 class Shelf:
-    """Weights that come when they are laid here: the engine's `WeightSource`."""
+    """A `WeightSource` that delivers the weights assigned to it."""
 
     newest_weights: Weights
 
@@ -73,7 +74,7 @@ class Shelf:
 
 @dataclass
 class Events:
-    """What the engine loop did: (name, start, end, tokens)."""
+    """Recorded events of the engine loop: (name, start, end, tokens)."""
 
     seen: list[tuple[str, float, float, float]] = field(default_factory=list)
 
@@ -87,7 +88,7 @@ class Events:
 
 
 def bandwidth() -> float:
-    """Bytes per second of a copy, read and write counted; the best of several."""
+    """Measure the bytes per second of a copy, read and write counted; the best of several."""
     size = (256 if jax.devices()[0].platform == "cpu" else 2048) * 2**20
     source = jnp.zeros(size // 4, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
@@ -103,7 +104,7 @@ def bandwidth() -> float:
 def bytes_per_step(
     policy: Policy, engine: DecodeEngine, slots: int, mean_tokens: float
 ) -> tuple[int, float]:
-    """What a step must read: weights, and keys and values."""
+    """Compute the bytes that a decode step reads: weights and KV cache."""
     shapes = jax.eval_shape(engine.layout, policy.abstract())
     weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     if not policy.config.tie_word_embeddings:
@@ -119,15 +120,15 @@ def bytes_per_step(
 class Decoded(NamedTuple):
     events: Events
     gap_s: float
-    """In which the device waited for the host."""
+    """Time in which the device waited for the host."""
     finished_s: list[float]
-    """When each request was, in order."""
+    """End of each request, in order."""
 
 
 async def decode(
     engine: DecodeEngine, weights: list[Weights], requests: list[Request], num_swaps: int
 ) -> Decoded:
-    """Answer all requests at once; other weights come `num_swaps` times."""
+    """Complete all requests at once, with `num_swaps` weight updates."""
     events, shelf, finished_s = Events(), Shelf(weights[0]), list[float]()
     engine_loop = EngineLoop(engine, shelf, on_event=events)
     engine_loop.start()
@@ -148,9 +149,7 @@ async def decode(
 
 
 def stream(decoded: Decoded, slots: int, steps: int) -> dict[str, float]:
-    """Share of slot-steps that drew a token, and tokens/s, as long as more requests were unfinished
-    than there are slots.
-    """
+    """Compute slot utilization and tokens/s while more requests are unfinished than slots exist."""
     tail_s = decoded.finished_s[-slots]
     dispatches = [each for each in decoded.events.of("dispatch") if each[1] <= tail_s]
     tokens = sum(sampled for _, _, sampled in dispatches)
@@ -176,14 +175,19 @@ def main() -> None:
     )
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument(
-        "--requests", type=int, default=0, help="more than slots: measure a stream of so many, too"
+        "--requests",
+        type=int,
+        default=0,
+        help="number of requests of the stream, above --slots; 0: no stream",
     )
     parser.add_argument(
         "--no-compile-times",
         action="store_true",
-        help="compile what is needed when it is, and do not time it",
+        help="compile lazily, without timing compilation",
     )
-    parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
+    parser.add_argument(
+        "--note", default="", help="note for the row, such as other load of the machine"
+    )
     args = parser.parse_args()
 
     policy = Policy(ModelConfig.from_hf(MODELS[args.shape], source=args.shape))
@@ -218,7 +222,7 @@ def main() -> None:
         engine = DecodeEngine(policy, mesh, config, dtype)
         if not args.no_compile_times:
             engine.warm_up()
-            # Later compilations would look for the folder, and it is gone.
+            # The folder is deleted: later compilations must not look for it.
             jax.config.update("jax_compilation_cache_dir", None)
             compilation_cache.reset_cache()
     lay_out = jax.jit(

@@ -1,16 +1,15 @@
-"""Hours to train, synchronous against asynchronous, simulated (AReaL, arXiv:2505.24298, table 1),
-and what would shorten them.
+"""Training hours, synchronous versus asynchronous, simulated (AReaL, arXiv:2505.24298, table 1).
 
     python benchmarks/end_to_end.py
 
-The real gate, buffer and controller run under a clock that leaps; `papers_cluster.py` says what is
-fitted, on none of these numbers. The second table changes the paper's system into this project's,
-step by step, with a quarter of devices and batch. Appends to results/end_to_end.jsonl and draws
-results/end_to_end.png; nothing depends on the machine.
+The real gate, buffer and controller run under a simulated clock; `papers_cluster.py` documents the
+fitted constants, none of which is fitted on these numbers. The second table changes the paper's
+system into this project step by step, with a quarter of the devices and the batch. Appends to
+results/end_to_end.jsonl and plots results/end_to_end.png; the result is independent of the machine.
 
-Expected: all four ratios within 15 % of the paper's. Hours of the two rows of mathematics within 26
-    %; those of 14B and 32B, which learned to program, are half of the paper's and less, with
-    answers as long as those of mathematics.
+Expected: all four ratios within 15 % of the paper's. Hours of the two rows on mathematics within
+26 %; those of 14B and 32B, trained on programming, are at most half of the paper's with the
+completion lengths of mathematics.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def main() -> None:
     for model, paper in TABLE_1.items():
         synchronous, areal = table_1(model)
         speeds = gains(model, paper.num_devices, 27_648, SHRINK)
-        # By tokens: batches of different systems differ in length by chance.
+        # By tokens, because batches of different systems differ in length by chance.
         tokens = paper.num_steps * 512 * 16 * capped_mean(LogNormal(MEDIAN_LENGTH, SIGMA), 27_648)
         hours = {name: tokens / speed / 3600 for name, speed in speeds.items()}
         ratio = synchronous.step_s / areal.step_s
@@ -79,7 +78,7 @@ def show(rows: dict[str, dict[str, float]], causes: dict[str, dict[str, float]])
             f"{row['papers_ratio']:.2f}",
             f"{row['ratio_off_by']:+.0%}",
         )
-    gained = Table("hours, each with those above", *causes)
+    gained = Table("hours, cumulative", *causes)
     for name in next(iter(causes.values())):
         gained.add_row(name, *(f"{hours[name]:.1f}" for hours in causes.values()))
     Console(width=160).print(table, gained)
@@ -112,7 +111,7 @@ def plot(rows: dict[str, dict[str, float]], causes: dict[str, dict[str, float]])
         speed = [before / hours[name] for before, hours in zip(first, causes.values(), strict=True)]
         right.bar([x + (number - 2.5) * 0.15 for x in places], speed, 0.15, label=name)
     right.set_xticks(list(places), list(causes))
-    right.set(title="speed over the paper's system, changes added up", ylim=(0, 3.2))
+    right.set(title="speed-up over the paper's system, cumulative", ylim=(0, 3.2))
     right.legend(frameon=False, fontsize=7, loc="upper center", ncols=2)
     figure.savefig(FOLDER / f"{NAME}.png")
 

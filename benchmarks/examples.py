@@ -1,12 +1,10 @@
-"""What each example teaches at its defaults: held-out pass@1, and the reward of training, step by
-step.
+"""Learning curve of each example at its defaults: held-out pass@1 and training reward by step.
 
     python benchmarks/examples.py
 
-Makes the policies that some examples start from, as their docstrings say, and runs `python -m
-areal_jax.train --exp=NAME` for each. Appends to results/examples.jsonl and draws
-results/examples.png. About 20 minutes on two idle CPU cores. A run that is finished is not run
-again.
+Trains the policies that some examples start from, as their docstrings describe, and runs `python -m
+areal_jax.train --exp=NAME` for each example. Appends to results/examples.jsonl and plots
+results/examples.png. Takes about 20 minutes on two idle CPU cores. Finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ PREPARED_BY: Mapping[str, tuple[int, tuple[str, ...]] | None] = {
     "code": (100, ("examples.families=programs",)),
     "openai_agent": None,
 }
-"""Steps and settings of the fine-tuning before; None: the embedded policy is where it starts."""
+"""Steps and settings of prior fine-tuning; None: the example starts from the embedded policy."""
 
 SMOOTHED_STEPS = 5
 
 
 def run(name: str, folder: Path) -> Rows:
-    """What training wrote, from the policy that it starts from."""
+    """Train an example from its initial policy; return its rows of metrics."""
     prepared, settings = PREPARED_BY[name], ()
     if prepared is not None:
         num_steps, changes = prepared
@@ -56,9 +54,10 @@ def run(name: str, folder: Path) -> Rows:
     ]
 
 
-def learnt(name: str, rows: Rows) -> dict[str, Any]:
-    """Pass@1 of every evaluation with its interval, and the reward of every step on the way from
-    wrong to correct.
+def learning_curve(name: str, rows: Rows) -> dict[str, Any]:
+    """Compute pass@1 of every evaluation with its interval, and the reward of every step.
+
+    The reward is scaled to 0 for wrong and 1 for correct answers.
     """
     experiment = load_experiment(name)
     assert isinstance(experiment, Experiment)
@@ -91,13 +90,13 @@ def plot(found: Mapping[str, Mapping[str, Any]]) -> None:
     for axes, (name, of_example) in zip(
         figure.subplots(2, 3, sharey=True).flat, found.items(), strict=True
     ):
-        _draw_one(axes, name, of_example["pass_at_1"], of_example["reward"])
+        _plot_example(axes, name, of_example["pass_at_1"], of_example["reward"])
         plain(axes)
     figure.axes[0].legend(frameon=False, fontsize=8)
     (FOLDER / f"{NAME}.png").write_bytes(as_png(figure))
 
 
-def _draw_one(
+def _plot_example(
     axes: Axes, name: str, scores: Mapping[int, tuple[float, float]], reward: Sequence[float]
 ) -> None:
     title(axes, name)
@@ -131,7 +130,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
     options = parser.parse_args()
-    found = {name: learnt(name, run(name, options.folder)) for name in PREPARED_BY}
+    found = {name: learning_curve(name, run(name, options.folder)) for name in PREPARED_BY}
     append(NAME, {"examples": found})
     plot(found)
     show(found)

@@ -1,5 +1,4 @@
-"""What graders say of real data: canonical programs, mutated ones, gold answers and their near
-misses; and how fast.
+"""Accuracy and speed of grading on canonical and mutated programs, gold answers and near misses.
 
     python benchmarks/grading.py DATA [--parts code mutants live latency math service] [--every 1]
 
@@ -7,19 +6,20 @@ DATA is a folder with humaneval/HumanEval.jsonl, mbpp/mbpp.jsonl, livecodebench/
 math500/, aime24/, aime25/ and amc23/. `--every n` takes every n-th row. Appends to
 results/grading.jsonl.
 
-    code      canonical solutions of HumanEval and MBPP: all are to be correct
-    mutants   solutions with one comparison, constant, operator or return changed; each is first
-              run with its tests as one
-              script, and those that fail there are to be graded not correct
-    live      LiveCodeBench's public tests on programs that look the expected output up, and on
-              ones with one output wrong
+    code      canonical solutions of HumanEval and MBPP: expected correct
+    mutants   solutions with one comparison, constant, operator or return changed; those that fail
+              as a plain script with their tests are expected not correct
+    live      programs that look up the expected output of LiveCodeBench's public tests, and
+              programs with one wrong output
     latency   a trivial test of each form
     math      gold answers in every common notation, and near misses
-    service   256 answers of which 16 hang and 4 crash; 10 000 answers to mathematics in turn
+    service   256 answers of which 16 hang and 4 crash; 10 000 answers to mathematics in sequence
 
-Expected: 164 of 164, and 974 of 974 (two need their class before the tests' own set-up, which is
-how they are run here); no mutant and no altered program correct; a trivial test in less than 60 ms
-on an idle machine; every gold answer correct and no near miss.
+Expected: 164 of 164 and 974 of 974 correct (two need their class before the tests' set-up, which is
+how they run here); no mutant and no altered program correct; a trivial test in less than 60 ms on
+an idle machine; every gold answer correct and every near miss wrong.
+
+The file has over 400 lines because each part is independent and all share one command line.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def grading(config: SandboxConfig) -> CodeGrader:
 
 
 def solved(data: Path, every: int) -> Iterator[tuple[str, Asserts, str]]:
-    """Problems with tests and the whole canonical program."""
+    """Yield problems with tests and the complete canonical program."""
     for name, file in (("humaneval", "HumanEval.jsonl"), ("mbpp", "mbpp.jsonl")):
         for row in rows(data / name / file, every):
             problem = read_code_problem(row)
@@ -122,14 +122,15 @@ def code(data: Path, every: int) -> dict[str, object]:
 
 
 def mutants(data: Path, every: int) -> dict[str, object]:
-    """Solutions changed in one place. What is correct, though it fails as a plain script with its
-    tests, is misgraded.
+    """Grade solutions changed in one place.
+
+    A mutant that is graded correct but fails as a plain script with its tests is misgraded.
     """
     config = SandboxConfig(test_timeout_s=2.0)
     grader, sandboxes = grading(config), Sandboxes(config, find_sandbox_command(config))
     counts = Counter[str]()
     for _, tests, program in solved(data, every):
-        # What the prompt gave is not the program's to get wrong.
+        # Lines of the prompt are not mutated.
         for mutant in mutated(program, len(tests.prompt.splitlines())):
             script = f"{mutant}\n{tests.imports}\n{tests.tests}"
             sandbox = sandboxes.take()
@@ -149,9 +150,7 @@ def mutants(data: Path, every: int) -> dict[str, object]:
 
 
 def mutated(program: str, after_line: int) -> list[str]:
-    """Some of the programs that differ in one comparison, operator, constant or return after that
-    line.
-    """
+    """Return programs with a comparison, operator, constant or return changed after `after_line`."""
     found = list[str]()
     for place in range(sum(1 for _ in ast.walk(ast.parse(program)))):
         tree = ast.parse(program)
@@ -179,8 +178,9 @@ def mutate(node: ast.AST) -> bool:
 
 
 def live(data: Path, every: int) -> dict[str, object]:
-    """Programs that know the expected outputs of LiveCodeBench's public tests, and ones that have
-    the last of them wrong.
+    """Grade programs that know the expected outputs of LiveCodeBench's public tests.
+
+    Altered programs have a wrong last output.
     """
     grader = grading(SandboxConfig())
     counts = Counter[str]()
@@ -200,7 +200,7 @@ def live(data: Path, every: int) -> dict[str, object]:
 
 
 def looking_up(tests: CodeTests, is_altered: bool) -> str:
-    """A program that has a table of the expected outputs."""
+    """Return a program with a table of the expected outputs."""
     assert isinstance(tests, Stdin | Calls)
     table = [(given, expected) for given, expected in tests.cases]
     if is_altered:
@@ -273,7 +273,7 @@ def math(data: Path, every: int) -> dict[str, object]:
 
 
 def notations(reference: str) -> set[str]:
-    """The same answer as others would write it."""
+    """Return other notations of the same answer."""
     same = {reference, f"${reference}$", f"\\({reference}\\)", f" {reference} ", f"{reference}."}
     same |= {
         reference.replace("\\frac", "\\dfrac"),
@@ -304,7 +304,7 @@ def notations(reference: str) -> set[str]:
 
 
 def near_misses(reference: str) -> set[str]:
-    """Answers that look like it and are others."""
+    """Return wrong answers that resemble the reference."""
     plain = THOUSANDS.sub("", reference)
     if NUMBER.fullmatch(plain):
         number = int(float(plain))
@@ -334,7 +334,7 @@ def near_misses(reference: str) -> set[str]:
             f"{reference[: digit.start()]}{(int(digit.group()) + 1) % 10}{reference[digit.end() :]}"
         )
     for bracket, other in ("[(", "([", "])", ")]"):
-        # No interval holds infinity, whatever its bracket says.
+        # No interval contains infinity, whatever its bracket.
         others |= (
             {reference.replace(bracket, other)}
             if "," in reference and "infty" not in reference
@@ -364,9 +364,7 @@ def service(data: Path, every: int) -> dict[str, object]:
 
 
 async def hanging_and_crashing() -> dict[str, object]:
-    """256 answers at once, each of 20 ms of work, without and with 16 that spin for ever and 4 that
-    end their process.
-    """
+    """Grade 256 concurrent answers of 20 ms, without and with 16 that hang and 4 that crash."""
     found = dict[str, object]()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "own.py").write_text(GRADER)
@@ -396,7 +394,7 @@ async def all_at_once(config: RewardConfig, answers: list[str]) -> dict[str, obj
                 took_s.append(time.perf_counter() - began_s)
 
         await asyncio.gather(*map(ask, answers))
-        # The one that they are forked from, and one for each place.
+        # The fork server, and one process per place.
         assert len(psutil.Process().children(recursive=True)) <= 1 + config.num_workers
         return {
             "grades": dict(grader.grades),
@@ -406,9 +404,7 @@ async def all_at_once(config: RewardConfig, answers: list[str]) -> dict[str, obj
 
 
 async def sustained(number: int) -> dict[str, object]:
-    """Answers to mathematics, half of them to be compared by computer algebra, and the memory of
-    all processes.
-    """
+    """Grade answers to mathematics, half of them by computer algebra; record total memory."""
     pairs = [
         ("\\frac{1}{2}", "0.5"),
         ("42", "042"),

@@ -1,14 +1,12 @@
-"""Whether one request can stop the server: /health while requests of every awkward kind run, and
-the memory after each.
+"""Availability of the server: latency of /health during difficult requests, and memory after each.
 
     python benchmarks/health_under_load.py                     # the embedded policy on a CPU
     python benchmarks/health_under_load.py --only=n,megabytes
 
-A server is started with its defaults. /health is asked every 20 ms over a connection of its own
-while each case runs, and the median, the 99th percentile and the longest answer are reported, with
-the statuses with which the case was answered, its seconds, the lines it made the server log, and
-the server's resident memory before and after. Appends one line to
-benchmarks/results/health_under_load.jsonl.
+Starts a server with default settings. While each case runs, /health is requested every 20 ms over a
+separate connection. Reports the median, the 99th percentile and the maximum latency, the statuses
+of the case, its duration, the number of log lines, and the server's resident memory before and
+after. Appends one line to benchmarks/results/health_under_load.jsonl.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ CLOSED = "closed"
 
 
 class Server:
-    """A server process, and how it is asked."""
+    """A server process and its HTTP client."""
 
     def __init__(self, log: Path, settings: list[str]) -> None:
         given = [sys.executable, "-m", "areal_jax.serve", "port=0", "api_key=key", *settings]
@@ -51,7 +49,7 @@ class Server:
         self.port = int(found[1])
 
     def post(self, path: str, body: Any) -> str:
-        """The status of the answer."""
+        """Send a request; return the status of the response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
         headers = {"Authorization": "Bearer key", "Content-Type": "application/json"}
         try:
@@ -70,7 +68,7 @@ class Server:
             connection.close()
 
     def send(self, data: bytes, *, wait_s: float = 5.0) -> str:
-        """The status with which bytes are answered that may be no HTTP."""
+        """Send bytes that need not be HTTP; return the status of the response."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=wait_s) as raw:
             try:
                 raw.sendall(data)
@@ -120,7 +118,7 @@ def malformed(server: Server) -> list[str]:
 
 
 def slow(server: Server) -> list[str]:
-    """Headers, and bodies, of which a byte comes now and then."""
+    """Send headers and bodies byte by byte."""
     raws = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
     for place, raw in enumerate(raws):
         begin = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\n"
@@ -141,7 +139,7 @@ while not select.select([sys.stdin], [], [], float(sys.argv[2]))[0]:
     connection.getresponse().read()
     print(1e3 * (time.perf_counter() - start))
 """
-"""In a process of its own, so that what the clients do is not measured."""
+"""The probe, in a separate process, so that the clients' work is not measured."""
 
 CASES: dict[str, Callable[[Server], list[str]]] = {
     "nothing": lambda server: [time.sleep(3) or ""],
@@ -185,7 +183,7 @@ CASES: dict[str, Callable[[Server], list[str]]] = {
 
 
 def measured(server: Server, case: Callable[[Server], list[str]]) -> dict[str, Any]:
-    """/health while a case runs."""
+    """Request /health while a case runs."""
     before, lines_before = server.rss(), len(server.log.read_text().splitlines())
     given = [sys.executable, "-c", WATCH, str(server.port), str(PERIOD_S)]
     watching = subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,21 +1,20 @@
-"""What interrupting generation for new weights brings, simulated (AReaL, arXiv:2505.24298, figure
-6b).
+"""Speed-up by interruptible generation, simulated (AReaL, arXiv:2505.24298, figure 6b).
 
     python benchmarks/interruption.py
 
-24 GPUs decode the paper's batches of 512 x 16 answers, and trainers enough that they bound nothing
-take them. The figure does not say which of figure 4's contexts was used: 16k is taken, whose tokens
-per second are within a fifth of the figure's. Without interruption an engine takes weights when all
-that it has under way has ended, and begins nothing before; with it, weights come between two
-tokens, and caches are rebuilt, or kept.
+24 GPUs decode the paper's batches of 512 x 16 answers; training is never the bottleneck. The figure
+does not give its context length: 16k is assumed, whose tokens per second are within a fifth of the
+figure's. Without interruption, an engine updates its weights after all running requests have ended,
+and admits none before; with it, weights are updated between two tokens, with caches recomputed or
+kept.
 
-Constants as fitted in `papers_cluster.py`, not on this figure. Devices and batch are a quarter of
-the paper's. Appends to results/interruption.jsonl and draws results/interruption.png; nothing
-depends on the machine.
+Constants are those of `papers_cluster.py`, not fitted on this figure. Devices and batch are a
+quarter of the paper's. Appends to results/interruption.jsonl and plots results/interruption.png;
+the result is independent of the machine.
 
-Expected: interruption brings 10 % (1.5B) and 5 % (7B), with caches kept 15 % and 10 %; the paper's
-    12 % and 17 %. With 32k, whose answers take longer to end, it would be 24 % and 18 %, with
-    caches rebuilt.
+Expected: interruption gains 10 % (1.5B) and 5 % (7B), with kept caches 15 % and 10 %; the paper
+reports 12 % and 17 %. With a context of 32k, whose answers are longer, it would be 24 % and 18 %
+with recomputed caches.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ SHRINK = 4
 
 
 def speeds(model: str) -> dict[str, float]:
-    """Thousands of tokens per second by what happens when weights arrive."""
+    """Simulate thousands of tokens per second by behavior at a weight update."""
     cluster, workload = build("areal", model, 32, 15_360, max_staleness=4, shrink=SHRINK)
     found = {}
     for on_update in HABITS:
@@ -103,7 +102,7 @@ def main() -> None:
             label=name,
         )
     axes.set_xticks(range(len(found)), list(found))
-    axes.set(title="what interruption brings", ylabel="%")
+    axes.set(title="speed-up by interruption", ylabel="%")
     axes.legend(frameon=False)
     figure.savefig(FOLDER / f"{NAME}.png")
 

@@ -1,28 +1,31 @@
-"""What interrupting generation for new weights brings, measured with the real engine (AReaL,
-arXiv:2505.24298, figure 6b).
+"""Speed-up by interruptible generation, measured with the real engine (AReaL, figure 6b).
 
     python benchmarks/interruption_measured.py
 
-The embedded policy decodes on a CPU: 32 slots, prompts of 16 tokens, answers of log-normal length
-(median 50, sigma 1, at most 240), of which there are always more. After every 6400 tokens sampled,
-a training step's worth, other weights arrive; from one version to the next each matrix moves by 0.3
-% of its size. Variants, in turns, with the same requests:
+The embedded policy decodes on a CPU: 32 slots, prompts of 16 tokens, an endless stream of answers
+with log-normal lengths (median 50, sigma 1, at most 240). A weight update arrives after every 6400
+sampled tokens, as many as a training step has; each update changes each matrix by 0.3 %. Variants,
+in turns, with the same requests:
 
-    wait        begin nothing, let all that is under way end, then take the weights
-    recompute   take them between two dispatches, and rebuild the caches (the paper)
-    keep        take them between two dispatches, and keep the caches
-    two engines of 16 slots each on a device of its own, recompute: both at once, and rolling, one
-        after the other
+    wait        admit nothing, wait until running requests have ended, then update the weights
+    recompute   update between two dispatches, and recompute the caches (as in the paper)
+    keep        update between two dispatches, and keep the caches
+    two engines of 16 slots each on their own device, recompute: both at once, and rolling
 
-tokens/s is what was sampled between the first arrival of weights and the last; stall_ms how long a
-swap takes, in which that engine draws nothing; delay_ms how long weights wait from their arrival
-until the last engine has them; drift, of tokens behind a swap, the mean |difference| between the
-log-prob with which they were sampled and that of a fresh forward pass with the same weights.
-Medians over rounds, ratios taken round by round. Two simulated devices share the same cores.
-Appends to results/interruption.jsonl and draws results/interruption_measured.png.
+The table has:
 
-Expected: interruption brings more than 12 % over waiting. On a CPU, where cores and not memory
-bound decoding, caches are as dear to rebuild as they can be.
+- tokens/s: sampled between the first and the last weight update.
+- stall_ms: duration of a swap, in which the engine does not decode.
+- delay_ms: time from the arrival of weights until the last engine has them.
+- drift: mean |difference| between log-probs of tokens sampled after a swap and those of a forward
+  pass with the same weights.
+
+Values are medians over rounds; ratios are computed per round. Two simulated devices share the same
+cores. Appends to results/interruption.jsonl and plots results/interruption_measured.png. Paper:
+arXiv:2505.24298.
+
+Expected: interruption gains more than 12 % over waiting. On a CPU, where decoding is compute-bound,
+recomputing caches is relatively expensive.
 """
 
 from __future__ import annotations
@@ -66,7 +69,7 @@ NUM_SLOTS, PROMPT_TOKENS, MOST_TOKENS = 32, 16, 240
 MEDIAN_TOKENS, SIGMA = 50, 1.0
 TOKENS_PER_VERSION, NUM_VERSIONS, MOVE = 6400, 24, 0.003
 NUM_CHECKED = 32
-"""Answers whose log-probs are compared with fresh ones, a round."""
+"""Answers per round whose log-probs are compared with those of a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ VARIANTS = {
 
 
 class Waiting(EngineLoop):
-    """Takes weights when all that is under way has ended, and begins nothing before."""
+    """An engine loop that updates weights after running requests end, and admits none before."""
 
     def _update_weights(self) -> None:
         if not self._scheduler.running:
@@ -100,22 +103,20 @@ class Waiting(EngineLoop):
 
 @dataclass
 class Arrivals:
-    """Weights that come after every so many tokens sampled by all engines together, and the record
-    of what happened.
+    """Weight updates after a fixed number of tokens sampled by all engines, and a record of events.
 
-    The engine loops' threads tell it what they did, and ask it for weights through a `Shelf`
-    each.
+    The threads of the engine loops report their events, and request weights through a `Shelf` each.
     """
 
     versions: Sequence[Sequence[Any]]
-    """Of each engine, parameters by version; they go to and fro."""
+    """Parameters of each engine by position in the walk."""
     tokens: int = 0
     arrived_s: list[float] = field(default_factory=lambda: [time.perf_counter()])
     swaps: list[tuple[int, float, float]] = field(default_factory=list)
-    """Version, start and end."""
+    """Version, start and end of each swap."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def tell(
+    def record(
         self, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
     ) -> None:
         with self.lock:
@@ -129,7 +130,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Shelf:
-    """What one engine asks for weights."""
+    """The `WeightSource` of one engine."""
 
     arrivals: Arrivals
     engine: int
@@ -148,13 +149,13 @@ class Shelf:
 
 
 def turn(version: int) -> int:
-    """Which parameters a version has, where they go to and fro: 0 1 2 3 2 1 0 1 ..."""
+    """Return the index of a version's parameters, which alternate: 0 1 2 3 2 1 0 1 ..."""
     place = version % (2 * NUM_VERSIONS - 2)
     return min(place, 2 * NUM_VERSIONS - 2 - place)
 
 
 def walk(params: Params) -> list[Params]:
-    """Versions, each a step from the one before."""
+    """Return parameters of successive versions, each a step from the previous one."""
     rng, found = np.random.default_rng(0), [params]
     for _ in range(NUM_VERSIONS - 1):
         found.append(
@@ -167,7 +168,7 @@ def walk(params: Params) -> list[Params]:
 
 
 def requests(seed: int, vocab_size: int) -> list[Request]:
-    """More than can be answered in the time."""
+    """Make more requests than can be completed in the time."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, 20_000), 1, MOST_TOKENS).astype(
         int
@@ -186,20 +187,22 @@ async def decode(
     asked: Sequence[Request],
     num_versions: int,
 ) -> tuple[dict[str, float], dict[int, Completion]]:
-    """Decode until so many versions have come. Returns what was measured, and the finished answers
-    by request.
+    """Decode until `num_versions` versions have arrived.
+
+    Returns:
+        Measurements, and the finished answers by request.
     """
     arrivals = Arrivals(versions)
     sources: list[Any] = [Shelf(arrivals, number) for number in range(len(engines))]
     if variant.rolls:
         sources = rolling_sources(sources)
-        reported = [partial(reported_rolling, arrivals, source) for source in sources]
+        callbacks = [partial(record_rolling, arrivals, source) for source in sources]
     else:
-        reported = [arrivals.tell for _ in engines]
+        callbacks = [arrivals.record for _ in engines]
     kind = Waiting if variant.waits else EngineLoop
     engine_loops = [
-        kind(engine, source, on_event=tell)
-        for engine, source, tell in zip(engines, sources, reported, strict=True)
+        kind(engine, source, on_event=on_event)
+        for engine, source, on_event in zip(engines, sources, callbacks, strict=True)
     ]
     fleet, finished, places = Fleet(engine_loops), dict[int, Completion](), count()
 
@@ -209,7 +212,7 @@ async def decode(
             (finished[place],) = await fleet.submit(asked[place])
 
     fleet.start()
-    # Twice as many clients as slots: whenever one is free, someone waits for it.
+    # Twice as many clients as slots, so that a request waits for every free slot.
     clients = [asyncio.create_task(client()) for _ in range(2 * NUM_SLOTS)]
     while len(arrivals.arrived_s) <= num_versions and not any(each.done() for each in clients):
         await asyncio.sleep(0.01)
@@ -234,17 +237,17 @@ async def decode(
     }, finished
 
 
-def reported_rolling(
+def record_rolling(
     arrivals: Arrivals, source: RollingSource, name: str, start_s: float, end_s: float, args: Any
 ) -> None:
-    """The next engine's turn begins as soon as one has swapped."""
+    """Record an event, and grant the next engine its turn after a swap."""
     if name == "swap":
         source.complete_swap()
-    arrivals.tell(name, start_s, end_s, args)
+    arrivals.record(name, start_s, end_s, args)
 
 
 class Fresh:
-    """Log-probs of whole sequences, computed as training does."""
+    """Log-probs of whole sequences, computed as in training."""
 
     def __init__(self, policy: Policy, versions: Sequence[Params]):
         self._versions = versions
@@ -262,7 +265,7 @@ class Fresh:
         self._logprobs = jax.jit(logprobs)
 
     def drift(self, asked: Sequence[Request], answers: Mapping[int, Completion]) -> float:
-        """Mean |difference| of tokens sampled after a swap that their sequence has seen."""
+        """Compute the mean |difference| of tokens sampled after a swap during their sequence."""
         found: list[np.ndarray] = []
         for place, answer in answers.items():
             tokens = np.zeros((1, PROMPT_TOKENS + MOST_TOKENS), np.int32)
@@ -285,10 +288,12 @@ def main() -> None:
         "--versions",
         type=int,
         default=8,
-        help="that come in every variant of every round, two at least",
+        help="weight updates per variant and round, at least 2",
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
+    parser.add_argument(
+        "--note", default="", help="note for the row, such as other load of the machine"
+    )
     args = parser.parse_args()
 
     jax.config.update("jax_num_cpu_devices", 2)
@@ -322,7 +327,7 @@ def main() -> None:
             measured, answers = asyncio.run(
                 decode(variant, engines, laid_out, asked, args.versions)
             )
-            # The last ones to end: by then weights have come while they were sampled.
+            # The last requests to end: weights were updated while they were sampled.
             checked = dict(list(answers.items())[-NUM_CHECKED:])
             found[name] = measured | {"drift": fresh.drift(asked, checked)}
             print(f"round {seed}, {name}: {found[name]}", flush=True)
@@ -375,7 +380,7 @@ def plot(result: Mapping[str, Mapping[str, float]]) -> None:
     axes.bar_label(bars, [f"{of['gained_over_wait']:+.0%}" for of in result.values()], padding=3)
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set(title="what interruption brings, measured", xlabel="tokens/s")
+    axes.set(title="speed-up by interruption, measured", xlabel="tokens/s")
     figure.savefig(FOLDER / "interruption_measured.png")
 
 

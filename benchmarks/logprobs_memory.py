@@ -1,22 +1,20 @@
-"""Memory and time of log-probabilities, forward and backward: chunked, as `token_logprobs` does,
-and all logits at once.
+"""Memory and time of chunked log-probabilities (`token_logprobs`) versus all logits at once.
 
     python benchmarks/logprobs_memory.py
 
-Memory is what XLA reports that the compiled program takes beside its arguments and results
-(compiled.memory_analysis()), so that no size need fit into this machine. Its bound is what must
-exist at the least: the float32 logits of one chunk. Time is measured, in turns, for the sizes whose
-logits are at most 2^26 numbers; its bound is 6 T D V floating-point operations (one product
-forward, two backward) at the best rate at which this machine was seen to multiply a chunk with the
-head. Chunks compute their logits again in the backward pass, 8 T D V in all: their time can at best
-be 4/3 of the bound.
+Forward and backward. Memory is XLA's temporary memory of the compiled program, besides arguments
+and results (compiled.memory_analysis()), so that no size needs to fit into this machine. Its bound
+is the float32 logits of one chunk. Time is measured in turns for sizes of at most 2^26 logits. Its
+bound is 6 T D V floating-point operations (one product forward, two backward) at the best measured
+rate of multiplying a chunk with the head. Chunks recompute their logits in the backward pass,
+8 T D V in all: their time is at least 4/3 of the bound.
 
-Width 128, chunks of 1024 tokens, float32. Appends to results/logprobs_memory.jsonl and draws
+Width 128, chunks of 1024 tokens, float32. Appends to results/logprobs_memory.jsonl and plots
 results/logprobs_memory.png.
 
 Expected: at 32 768 tokens a sixtieth of the memory, two arrays of a chunk's logits, in less time
-    than the plain formula. Two CPU cores that other work shared: 1.2 GiB against 74 GiB with
-    Qwen2.5's vocabulary, and 70 to 75 % of the time.
+than the naive formula. On two CPU cores with other load: 1.2 GiB versus 74 GiB with the vocabulary
+of Qwen2.5, and 70 to 75 % of the time.
 """
 
 from __future__ import annotations
@@ -50,9 +48,7 @@ def naive(
     tokens: Int[Array, "1 T"],
     segment_ids: Int[Array, "1 T"],
 ) -> tuple[Float[Array, "1 T"], Float[Array, "1 T"]]:
-    """What `token_logprobs` returns, from the formula: softmax over logits that all exist at
-    once.
-    """
+    """Compute `token_logprobs` by its formula, a softmax over all logits at once."""
     log_softmax = jax.nn.log_softmax(hidden[:, :-1] @ head)
     logp = jnp.take_along_axis(log_softmax, tokens[:, 1:, None], axis=-1)[..., 0]
     entropy = jax.lax.stop_gradient(-jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1))
@@ -68,7 +64,7 @@ WAYS: Mapping[str, LogProbs] = {
 
 
 def compiled(way: LogProbs, num_tokens: int, vocabulary: int) -> jax.stages.Compiled:
-    """Loss and mean entropy, and the loss's gradient by hidden states and head."""
+    """Compile loss and mean entropy, with the loss's gradient for hidden states and head."""
 
     def loss(hidden: Array, head: Array, tokens: Array, segment_ids: Array) -> tuple[Array, Array]:
         logp, entropy = way(hidden, head, tokens, segment_ids)
@@ -109,10 +105,10 @@ def seconds(program: Callable[..., Any], given: Sequence[Array]) -> float:
 def time_in_turns(
     programs: Mapping[str, jax.stages.Compiled], num_tokens: int, vocabulary: int, rounds: int
 ) -> dict[str, Any]:
-    """Seconds of every way, and ratios, by the median of the rounds; of the bound, the least."""
+    """Measure seconds of every variant, and ratios: medians over rounds; the bound's minimum."""
     given = arguments(num_tokens, vocabulary)
     ours, theirs = (programs[name](*given) for name in ("chunked", "naive"))
-    # The same numbers, or the times mean nothing.
+    # Times are comparable only if the results are equal.
     jax.tree.map(partial(_assert_close, atol=1e-4), ours, theirs)
     product, chunk = jax.jit(jnp.matmul), given[0][0, :CHUNK_TOKENS]
     found = [
@@ -168,7 +164,7 @@ def main() -> None:
 
 
 def plot(sizes: Sequence[Mapping[str, Any]]) -> None:
-    """Memory by tokens, a panel for each vocabulary, and times."""
+    """Plot memory by tokens, a panel for each vocabulary, and times."""
     colors = {"naive": "#8a8f98", "chunked": "#2563a8", "bound": "#d9721f"}
     figure = Figure(figsize=(12.5, 3.9), dpi=130, layout="constrained")
     panels = figure.subplots(1, len(VOCABULARIES) + 1)

@@ -1,35 +1,33 @@
-"""Algorithm 1 against fixed micro-batches on long-tailed lengths: tokens/s and padding (AReaL,
-arXiv:2505.24298, figure 6a).
+"""Algorithm 1 versus fixed micro-batches on long-tailed lengths (AReaL, figure 6a).
 
     python benchmarks/micro_batching.py            # measured
     python benchmarks/micro_batching.py --cluster  # simulated, on the paper's GPUs
 
-Lengths are the paper's, log-normal about 4915 tokens with sigma 0.8 and 28 672 at most, divided by
-64 for the CPU; so are its 32 768 tokens of a micro-batch. The fixed strategy cuts a mini-batch of
-128 sequences, as they come, into 32 micro-batches of 4, each padded to its longest sequence
-(rounded up to 32 tokens: shapes are compiled). Both are trained by the project's own trainer, in
-turns, and tokens/s count the sequences' own tokens.
+Measured: tokens/s and padding. The paper is arXiv:2505.24298. Lengths are the paper's, log-normal with a mean of about 4915 tokens
+and sigma 0.8, at most 28 672, divided by 64 for the CPU; so are the 32 768 tokens of a micro-batch.
+The fixed strategy cuts a mini-batch of 128 sequences, in order, into 32 micro-batches of 4, each
+padded to its longest sequence (rounded up to 32 tokens, because shapes are compiled). The project's
+trainer trains both, in turns; tokens/s exclude padding.
 
-A trainer has one shape, so that the fixed strategy takes one for every length of micro-batch, and
-each makes an update of its own; the time of all these updates but one is measured and taken off.
-The model is that of rl_step_cpu.py. Ratios are taken round by round and their median reported, of
-wall-clock time and of CPU time, which other work on the machine disturbs less. Appends to
-results/micro_batching.jsonl and draws results/micro_batching.png.
+A trainer has one shape, so the fixed strategy uses one trainer for each micro-batch length, and
+each makes its own update; the time of all these updates but one is measured and subtracted. The
+model is that of rl_step_cpu.py. Ratios are medians over rounds, of wall-clock time and of CPU time,
+which depends less on other load. Appends to results/micro_batching.jsonl and plots
+results/micro_batching.png.
 
 Expected: at least 25 % more tokens/s, padding of at most 5 %, and 8192 lengths allocated in less
-    than 0.3 s. Two CPU cores that other work shared: 42 % more, padding of 2.0 % against 48 %, and
-    0.05 s.
+than 0.3 s. On two CPU cores with other load: 42 % more, padding of 2.0 % versus 48 %, and 0.05 s.
 
-On the paper's cluster nothing is padded: what Algorithm 1 saves is waiting for the rank whose
-micro-batches are longest. A mini-batch of 2048 sequences at their true lengths goes to RANKS ranks,
-of one, two and eight GPUs. Fixed, each rank cuts what it is given into 32 micro-batches of as many
-sequences; Algorithm 1 gives rows of 32 768 tokens, and each rank as many. What a micro-batch takes
-is said by `sim/costs.py`, by its tokens and by the pairs that attention sees. The paper does not
-say how its policies were cut; taken is that ranks meet once in an update where each holds the whole
-policy (1.5B), and in every micro-batch where it is cut over them. Nothing is fitted. Appends to
-results/micro_batching_cluster.jsonl and draws results/micro_batching_cluster.png.
+Simulated: the paper's cluster has no padding; Algorithm 1 reduces the wait for the rank with the
+longest micro-batches. A mini-batch of 2048 sequences of full length is split over RANKS ranks of
+one, two and eight GPUs. With the fixed strategy, each rank cuts its share into 32 micro-batches of
+equal sequence counts; Algorithm 1 makes rows of 32 768 tokens and gives each rank the same number.
+`sim/costs.py` estimates the time of a micro-batch from its tokens and attention pairs. The paper
+does not give its sharding; assumed is that ranks synchronize once per update if each holds the
+whole policy (1.5B), and in every micro-batch if it is sharded. Nothing is fitted. Appends to
+results/micro_batching_cluster.jsonl and plots results/micro_batching_cluster.png.
 
-Expected: 8 %, 54 % and 52 % more; the paper's 6 %, 50 % and 37 %.
+Expected: gains of 8 %, 54 % and 52 %; the paper reports 6 %, 50 % and 37 %.
 """
 
 from __future__ import annotations
@@ -69,8 +67,8 @@ PER_FIXED = NUM_SEQUENCES // NUM_FIXED
 ROUND_TO = 32
 
 FIGURE_6A = {"1.5b": (8, 404.4, 427.4), "7b": (16, 303.1, 454.7), "32b": (64, 283.0, 387.7)}
-"""GPUs, and TFLOP/s a GPU with fixed micro-batches and with Algorithm 1. The first policy is a 1B
-in the figure."""
+"""Number of GPUs, and TFLOP/s per GPU with fixed micro-batches and with Algorithm 1 (figure 6a, in
+which the first policy is 1B)."""
 RANKS = 8
 MINI_BATCH = 2048
 BUDGET = 32_768
@@ -99,9 +97,7 @@ def padded(example: SupervisedExample, length: int) -> SupervisedExample:
 def fixed_micro_batches(
     examples: Sequence[SupervisedExample],
 ) -> dict[int, list[SupervisedExample]]:
-    """Padded examples by the length they are padded to; those of a micro-batch follow one
-    another.
-    """
+    """Group padded examples by their padded length; those of a micro-batch are adjacent."""
     by_length = defaultdict[int, list[SupervisedExample]](list)
     for start in range(0, len(examples), PER_FIXED):
         registry = examples[start : start + PER_FIXED]
@@ -111,7 +107,7 @@ def fixed_micro_batches(
 
 
 def make_trainer(rows: int, row_tokens: int) -> SupervisedTrainer:
-    """Compiled. A padded example fills its row, so that a micro-batch holds `rows` of them."""
+    """Make a compiled trainer. A padded example fills its row: a micro-batch has `rows` of them."""
     policy = Policy(MODEL)
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).train
     config = TrainerConfig(rows_per_micro_batch=rows, remat="none")
@@ -128,7 +124,7 @@ def make_trainer(rows: int, row_tokens: int) -> SupervisedTrainer:
 
 
 def seconds(trainer: SupervisedTrainer, examples: Sequence[SupervisedExample]) -> np.ndarray:
-    """Of the wall clock and of the CPU."""
+    """Measure the wall-clock and CPU seconds of an update."""
     start = np.array([time.perf_counter(), time.process_time()])
     trainer.step(examples)
     jax.block_until_ready(trainer.params)
@@ -136,7 +132,7 @@ def seconds(trainer: SupervisedTrainer, examples: Sequence[SupervisedExample]) -
 
 
 def allocation_seconds(num_rounds: int) -> float:
-    """Of Algorithm 1 for a batch as large as the paper's, at its true lengths."""
+    """Measure Algorithm 1 on a batch of the paper's size, with full lengths."""
 
     def once(seed: int) -> float:
         lengths = papers_lengths(seed, 8192)
@@ -150,10 +146,11 @@ def allocation_seconds(num_rounds: int) -> float:
 def seconds_on_ranks(
     work: Callable[[float, float], float], lengths: Int[np.ndarray, "N"], *, meet: bool
 ) -> tuple[float, float]:
-    """Of a mini-batch with fixed micro-batches, and with Algorithm 1.
+    """Simulate the seconds of a mini-batch with fixed micro-batches, and with Algorithm 1.
 
-    Args: work: seconds of a rank for tokens and pairs. meet: whether ranks wait for each other in
-        every micro-batch.
+    Args:
+        work: seconds of a rank for tokens and pairs.
+        meet: whether ranks synchronize in every micro-batch.
     """
 
     def took(tokens: np.ndarray, pairs: np.ndarray) -> float:
@@ -163,13 +160,13 @@ def seconds_on_ranks(
     fixed = lengths.reshape(RANKS, NUM_FIXED, -1).astype(np.float64)
     rows = allocate(lengths, BUDGET)
     rows += [[]] * (-len(rows) % RANKS)
-    pairs = np.sort([(lengths[registry].astype(np.float64) ** 2).sum() / 2 for registry in rows])
+    pairs = np.sort([(lengths[row].astype(np.float64) ** 2).sum() / 2 for row in rows])
     full = np.full(len(rows), BUDGET).reshape(-1, RANKS).T
     return took(fixed.sum(-1), (fixed**2).sum(-1) / 2), took(full, pairs.reshape(-1, RANKS).T)
 
 
 def gain_on_cluster(model: str, num_devices: int, num_seeds: int) -> float:
-    """By which Algorithm 1 is faster, simulated; the mean of some mini-batches."""
+    """Simulate the speed-up by Algorithm 1, the mean over mini-batches."""
     trainer = TrainerCosts(
         known_shape(f"r1-distill-qwen-{model}"),
         DEVICES["H800"],
@@ -186,7 +183,7 @@ def gain_on_cluster(model: str, num_devices: int, num_seeds: int) -> float:
 
 
 def simulate() -> None:
-    """All of figure 6a."""
+    """Simulate all of figure 6a."""
     papers = {model: dynamic / fixed - 1 for model, (_, fixed, dynamic) in FIGURE_6A.items()}
     found = {
         model: gain_on_cluster(model, num_devices, 5)
@@ -221,7 +218,7 @@ def simulate() -> None:
     axes.set_xticks(
         range(len(found)), [f"{model}, {num} GPUs" for model, (num, _, _) in FIGURE_6A.items()]
     )
-    axes.set(title="what Algorithm 1 brings (figure 6a)", ylabel="%")
+    axes.set(title="speed-up by Algorithm 1 (figure 6a)", ylabel="%")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(FOLDER / f"{NAME}_cluster.png")
@@ -232,10 +229,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--cluster", action="store_true", help="simulate the paper's cluster, and measure nothing"
+        "--cluster", action="store_true", help="simulate the paper's cluster instead of measuring"
     )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
     args = parser.parse_args()
     if args.cluster:
         simulate()

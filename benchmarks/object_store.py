@@ -1,27 +1,24 @@
-"""Weights through Ray's object store: how long a version takes from trainer to engine, and what
-training loses by it.
+"""Weight transfer through Ray's object store: time from trainer to engine, and cost for training.
 
-    python benchmarks/object_store.py                      # 1 GiB, CPU; needs the extra `ray` \\
-        and about 6 GiB of memory
-    python benchmarks/object_store.py --megabytes=64       # does it run, no more
+    # 1 GiB on a CPU; needs the extra `ray` and about 6 GiB of memory
+    python benchmarks/object_store.py
+    # smoke test
+    python benchmarks/object_store.py --megabytes=64
 
-The way of a version: a copy on the train mesh (the trainer may overwrite its own at once), a copy
-into the store while it is hashed, hashed again by the reader, and laid out on the engine's device,
-which on a CPU reads the store's memory itself. Counted is from `publish` until the engine's `wait`
-returns, beside a plain copy of as many bytes by one core into memory that it has touched before,
-and one into memory that the system gives anew; in turns, after rounds that are not timed, in which
-the memory of the store is touched for the first time. The share is the time of the copy over that
-of the version: 1 would be as fast as one copy.
+Transfer of a version: a copy on the train mesh (so that the trainer may overwrite its own), a copy
+into the store with hashing, hashing by the reader, and a transfer to the engine's device, which on
+a CPU reads the store's memory in place. Measured from `publish` until the engine's `wait` returns,
+in turns with plain copies of the same size by one core, into touched memory and into new memory,
+after warm-up rounds in which the store's memory is touched for the first time. The share is the
+time of a copy over that of a transfer.
 
-The floor is what the way cannot do without, at the pace of all cores at once and nothing else: two
-copies, because the trainer overwrites its weights and the store has memory of its own, and two
-hashes. What the floor's share falls short of, no program that copies and hashes twice reaches on
-that machine.
+The floor is the minimum work, at the speed of all cores: two copies, because the trainer overwrites
+its weights and the store has its own memory, and two hashes. No program that copies and hashes
+twice is faster on that machine.
 
-A step is one of supervised training on a random policy, whose version is published after every
-second step, in turns with steps after which nothing is; what carries the version works beside the
-next step. Appends one line to benchmarks/results/object_store.jsonl, with the machine's load, since
-others at work make all of it slower.
+Training steps are supervised steps on a random policy. A version is published after every second
+step, so that steps with and without a concurrent transfer alternate. Appends one line to
+benchmarks/results/object_store.jsonl, with the machine's load, which slows all parts.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
-# Read when ray is imported. Whoever can reach a Ray can run code in it: only who knows this token.
+# Read when ray is imported. Ray runs the code of every client that has this token.
 os.environ |= {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -77,8 +74,8 @@ TRAINED = {
 }
 
 
-def from_trainer_to_engine(megabytes: int, rounds: int) -> dict[str, object]:
-    """Versions and plain copies of as many bytes, in turns."""
+def measure_transfers(megabytes: int, rounds: int) -> dict[str, object]:
+    """Measure transfers of versions, and plain copies of the same size, in turns."""
     meshes = make_meshes(PlacementConfig(), jax.devices())
     rows = megabytes * 2**20 // NUM_LAYERS // 4096 // 4
     params = {"layers": jnp.ones((NUM_LAYERS, rows, 4096), jnp.float32)}
@@ -145,8 +142,8 @@ def from_trainer_to_engine(megabytes: int, rounds: int) -> dict[str, object]:
     }
 
 
-def beside_training(steps: int) -> dict[str, object]:
-    """Steps after which a version is published, and steps after which none is, in turns."""
+def measure_training(steps: int) -> dict[str, object]:
+    """Measure training steps with and without a concurrent transfer, in turns."""
     policy = Policy(ModelConfig.from_hf(TRAINED, source="this benchmark"))
     mesh = make_meshes(PlacementConfig(), jax.devices()).train
     params = jax.jit(policy.init)(jax.random.key(0))
@@ -189,10 +186,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--megabytes", type=int, default=1024, help="of the policy that travels")
-    parser.add_argument("--rounds", type=int, default=9, help="versions that are timed")
+    parser.add_argument("--megabytes", type=int, default=1024, help="size of the policy")
+    parser.add_argument("--rounds", type=int, default=9, help="number of timed transfers")
     parser.add_argument(
-        "--steps", type=int, default=15, help="trainer steps of each kind that are timed"
+        "--steps", type=int, default=15, help="number of timed trainer steps of each kind"
     )
     args = parser.parse_args()
     load = os.getloadavg()
@@ -203,8 +200,8 @@ def main() -> None:
         log_to_driver=False,
         object_store_memory=4 * args.megabytes * 2**20 + 2**29,
     )
-    row = {"load_1_5_15_min": load, "versions": from_trainer_to_engine(args.megabytes, args.rounds)}
-    append("object_store", row | {"training": beside_training(args.steps)})
+    row = {"load_1_5_15_min": load, "versions": measure_transfers(args.megabytes, args.rounds)}
+    append("object_store", row | {"training": measure_training(args.steps)})
     ray.shutdown()
 
 

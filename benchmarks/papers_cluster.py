@@ -1,32 +1,32 @@
-"""The paper's numbers (AReaL, arXiv:2505.24298) and its systems for the simulator, with the three
-constants that were fitted.
+"""The paper's numbers (AReaL, arXiv:2505.24298), and its systems for the simulator.
 
-    python benchmarks/papers_cluster.py    # fits them anew
+    python benchmarks/papers_cluster.py    # fits the constants again
 
-Fitted, on the eight speeds of one panel of figure 4, 1.5B with a context of 32k: which share of
-their peak train devices reach, what a decode step takes beside reading memory, and what a turn
-takes from the end of one stage to the beginning of the next, which running ahead hides. In that
-panel the smallest clusters of AReaL are bound by training and the largest by decoding, and verl by
-its turns. All other panels and tables are predicted. Tried and left out: a fourth constant, for what
-one process does with every token of a batch (0.5 us brings the largest clusters nearer to the
-paper's by a tenth, and figure 6b further away), and figure 6a's shares of the peak by model, with
-which 32B comes out slower.
+Three constants are fitted on the eight speeds of one panel of figure 4, 1.5B with a context of 32k:
+the share of peak FLOP/s of train devices, the time of a decode step besides reading memory, and the
+time between generation and training, which asynchronous systems hide. In that panel the smallest
+clusters of AReaL are bound by training, the largest by decoding, and verl by the time between
+stages. All other panels and tables are predicted. Tried and rejected: a fourth constant for the
+time of one process per token of a batch (0.5 us brings the largest clusters nearer to the paper's
+by a tenth, and figure 6b further away), and figure 6a's shares of the peak by model, which make 32B
+slower.
 
-From the files that the paper's authors published with it, and not fitted: the trainer's pipeline
-(2, 4 and 8 stages, which hold equally many parameters), devices of an engine, memory given to
-engines, micro-batches of 30 720 tokens (of 14B those of a later run); and lengths. Their log of 7B
-on mathematics has a mean of 7834 tokens with 12.4 % of answers cut at 16 384, which a log-normal
-with a median of 6600 and sigma 0.784 has; of those 3.4 % exceed 27 648, for the "below 5 %" that
-they tell. From the objections of verl's authors: it had 40 % of memory, and no sequence was cut
-over devices. Taken: verl's engines at 32B have 4 devices; figure 5c ran on 128 GPUs; weights go
-through storage at 2 GB/s and 5 s; two batches are under way at most (their default is one, with
-which nothing comes near figure 4: slots then wait for the longest of 16 answers). Answers of at
-most 8192 tokens have a median of 2800, which makes a mean of 3500: what the same policy's answers
-to the same problems came to at that budget (DeepScaleR). Of answers to programming problems nothing
-is known; they are given the same lengths.
+Taken from files published by the authors: the trainer's pipeline (2, 4 and 8 stages with equal
+parameter counts), devices per engine, memory of engines, micro-batches of 30 720 tokens (for 14B
+those of a later run), and lengths. Their log of 7B on mathematics has a mean of 7834 tokens with
+12.4 % of answers cut at 16 384, which matches a log-normal with a median of 6600 and sigma 0.784;
+3.4 % of its answers exceed 27 648, and the authors report "below 5 %". From the reply of verl's
+authors: it had 40 % of memory, and no sequence was sharded over devices.
 
-Figure 4's tokens per second are a quarter of what table 1, figure 5c and both parts of figure 6
-imply, for all models, sizes and systems alike. They are read as those of one of a step's four
+Assumed: verl's engines at 32B have 4 devices; figure 5c used 128 GPUs; weights are transferred
+through storage at 2 GB/s plus 5 s; at most two batches run at once (their default is one, with
+which no result is near figure 4: slots then wait for the longest of 16 answers). Answers of at most
+8192 tokens have a median of 2800, which gives the mean of 3500 reported for the same policy,
+problems and limit (DeepScaleR). Lengths of answers to programming problems are unknown; the same
+are used.
+
+Figure 4's tokens per second are a quarter of those that table 1, figure 5c and both parts of figure
+6 imply, for all models, sizes and systems. They are interpreted as those of one of a step's four
 mini-batches.
 """
 
@@ -47,7 +47,7 @@ from areal_jax.sim.simulation import Barrier, Cluster, Outcome, Staged, Workload
 
 
 class Row(NamedTuple):
-    """Of table 1."""
+    """A row of table 1."""
 
     num_devices: int
     num_steps: int
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
     @property
     def step_s(self) -> tuple[float, float]:
-        """Of the synchronous system and of AReaL."""
+        """Seconds per step of the synchronous system and of AReaL."""
         return self.synchronous_h * 3600 / self.num_steps, self.areal_h * 3600 / self.num_steps
 
 
@@ -66,7 +66,7 @@ TABLE_1 = {
     "14b": Row(256, 80, 48.8, 21.9),
     "32b": Row(384, 60, 51.1, 31.1),
 }
-"""By model; the smaller two learn mathematics, the others to program."""
+"""Table 1 by model; the smaller two are trained on mathematics, the others on programming."""
 
 ETA = {"1.5b": 8, "7b": 8, "14b": 4, "32b": 4}
 """max_staleness that the paper recommends: 8 for mathematics, 4 for code."""
@@ -83,7 +83,7 @@ FIGURE_5C: dict[int | None, float] = {
 """max_staleness: thousands of tokens trained per second; 1.5B, answers of up to 8192 tokens."""
 
 TABLE_7: dict[int | None, float] = {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}
-"""The same on 8 GPUs, 64 prompts x 16 answers."""
+"""The same on 8 GPUs with 64 prompts x 16 answers."""
 
 FIGURE_4 = {
     ("1.5b", 16): {32: (29.0, 29.0), 64: (55.0, 46.0), 128: (100.0, 59.0), 256: (146.0, 77.0)},
@@ -103,31 +103,32 @@ FITTED_ON = ("1.5b", 32)
 """Panel of figure 4."""
 
 MINI_BATCHES = 4
-"""Of a step, of which figure 4 counts one."""
+"""Number of mini-batches of a step; figure 4 counts the tokens of one."""
 
 DEVICES_PER_ENGINE = {"1.5b": 1, "7b": 1, "14b": 4, "32b": 8}
 PIPELINE = {"1.5b": (2, 1), "7b": (4, 1), "14b": (8, 2), "32b": (8, 2)}
-"""Stages, and devices over which each layer is cut."""
+"""Pipeline stages, and devices over which each layer is sharded."""
 ENGINE_MEMORY = {"1.5b": 0.8, "7b": 0.7, "14b": 0.7, "32b": 0.7}
-"""Share of it that weights and caches fill."""
+"""Share of an engine's memory for weights and caches."""
 
 VERL_DEVICES_PER_ENGINE = {**DEVICES_PER_ENGINE, "32b": 4}
 VERL_MEMORY = 0.4
 
 System = Literal["areal", "areal without staleness", "colocated"]
-"""The paper's; the same at max_staleness 0; all devices generate, then all train, as verl does."""
+"""The paper's system; the same at max_staleness 0; and verl, whose devices generate and train in
+turns."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """The constants that were fitted."""
+    """The fitted constants."""
 
     train_share: float = 0.306
-    """Of the peak of train devices, reached by the products of whole trainer steps."""
+    """Share of the peak FLOP/s of train devices in trainer steps."""
     step_s: float = 0.00515
-    """What a decode step takes beside reading weights and caches."""
+    """Time of a decode step besides reading weights and caches."""
     turn_s: float = 48.0
-    """Between generation and training, both ways together."""
+    """Time from generation to training and back."""
 
 
 FITTED = Fitted()
@@ -154,10 +155,11 @@ def build(
     rollout_share: float = 0.75,
     devices_per_engine: int | None = None,
 ) -> tuple[Cluster, Workload]:
-    """A system on so many of the paper's devices.
+    """Build a system on `num_devices` of the paper's devices.
 
-    Args: shrink: divides devices and batch alike, for a quicker answer. devices_per_engine: with as
-        many slots for each.
+    Args:
+        shrink: divides devices and batch, for a faster simulation.
+        devices_per_engine: devices of an engine; slots grow in proportion.
     """
     colocated = system == "colocated"
     usual = (VERL_DEVICES_PER_ENGINE if colocated else DEVICES_PER_ENGINE)[model]
@@ -199,15 +201,17 @@ def build(
 
 
 def shrink_of(model: str, num_devices: int) -> int:
-    """By which power of two devices and batch may be divided: eighths of the cluster stay whole
-    engines, and 32 groups.
+    """Return the power of two by which devices and batch may be divided.
+
+    Eighths of the cluster remain whole engines, and at least 32 groups remain.
     """
     return 1 << max(1, min(16, num_devices // 8 // DEVICES_PER_ENGINE[model])).bit_length() - 1
 
 
 def measure(cluster: Cluster, workload: Workload) -> Outcome:
-    """As long as it takes for the numbers to settle: short answers come first, until as much has
-    ended as may be under way.
+    """Simulate until the numbers converge.
+
+    Short answers end first, so that the first batches are not counted.
     """
     if workload.max_staleness == 0:
         return simulate(cluster, workload, num_steps=3, first_counted=1)
@@ -218,22 +222,22 @@ def measure(cluster: Cluster, workload: Workload) -> Outcome:
 
 CAUSES = (
     "the paper's system",
-    "weights travel while engines decode",
+    "weights are transferred while engines decode",
     "caches are kept",
     "the best split",
-    "more groups under way",
+    "more running groups",
     "engines of more devices",
 )
-"""What this project changes about the paper's system. The last three are chosen together, for what
-they bring together."""
+"""Differences of this project from the paper's system; the last three are optimized jointly."""
 
 SHARES = (0.75, 0.625, 0.5)
-"""Of the devices, that may decode where the split is free."""
+"""Candidate shares of rollout devices."""
 
 
 def gains(model: str, num_devices: int, max_new_tokens: int, shrink: int) -> dict[str, float]:
-    """Tokens per second of the paper's system, and with each of CAUSES on top of those before. Of
-    the paper's system all tokens count; this project trains on none that are too old.
+    """Simulate tokens per second of the paper's system, and with each of CAUSES, cumulatively.
+
+    For the paper's system all tokens count; this project trains on none that are too old.
     """
     eta, narrow = ETA[model], DEVICES_PER_ENGINE[model]
 
@@ -263,8 +267,7 @@ def gains(model: str, num_devices: int, max_new_tokens: int, shrink: int) -> dic
 
     tried: list[tuple[float, int, int]] = []
     for share in SHARES:
-        # Where the trainer never waits, and for nothing that is too old, more of what engines do
-        # brings nothing.
+        # If the trainer never waits and no token is too old, faster engines have no effect.
         for batches, tensor in (
             (RUNNING_BATCHES, narrow),
             *((eta - 1, times * narrow) for times in (1, 2, 4)),
@@ -292,7 +295,7 @@ def gains(model: str, num_devices: int, max_new_tokens: int, shrink: int) -> dic
 
 
 def table_1(model: str) -> tuple[Outcome, Outcome]:
-    """Synchronous AReaL and AReaL of a row of table 1, as simulated, with nothing cut down."""
+    """Simulate synchronous AReaL and AReaL for a row of table 1 at full size."""
     synchronous, areal = (
         measure(*build(system, model, TABLE_1[model].num_devices, 27_648, max_staleness=ETA[model]))
         for system in ("areal without staleness", "areal")
@@ -303,8 +306,9 @@ def table_1(model: str) -> tuple[Outcome, Outcome]:
 def figure_4(
     system: System, model: str, context: int, num_devices: int, fitted: Fitted = FITTED
 ) -> float:
-    """Tokens per second, as simulated; of verl with nothing cut down: how long devices wait depends
-    on how many there are.
+    """Simulate tokens per second for a point of figure 4.
+
+    verl is simulated at full size: the wait for other devices depends on their number.
     """
     shrink = 1 if system == "colocated" else shrink_of(model, num_devices)
     longest, eta = 1024 * context - MAX_PROMPT, ETA[model]
@@ -315,7 +319,7 @@ def figure_4(
 
 
 def error(fitted: Fitted) -> float:
-    """Root of the mean squared logarithm of simulated / paper's, over the speeds of FITTED_ON."""
+    """Compute the RMS of log(simulated / paper) over the speeds of FITTED_ON."""
     logs: list[float] = []
     for num_devices, papers in FIGURE_4[FITTED_ON].items():
         for system, paper in zip(("areal", "colocated"), papers, strict=True):
@@ -329,9 +333,7 @@ def error(fitted: Fitted) -> float:
 
 
 def fit(start: Fitted) -> Fitted:
-    """The three constants, each changed in turn by a factor that shrinks from round to round, as
-    long as the error falls.
-    """
+    """Fit the three constants by coordinate descent with decreasing factors."""
     best, least = start, error(start)
     for factor in (1.2, 1.08, 1.03):
         for name in ("train_share", "turn_s", "step_s"):

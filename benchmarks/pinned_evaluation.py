@@ -1,15 +1,14 @@
-"""What it costs that evaluations while training goes on are of one version: `evaluation.pinned`
-true against false, in turns.
+"""Cost of evaluations pinned to one version: `evaluation.pinned` true versus false, in turns.
 
     python benchmarks/pinned_evaluation.py
 
 Runs `python -m areal_jax.train --exp=aime num_steps=40 evaluation.every_steps=10
-evaluation.num_tasks=256` so often with each. Counted is the time between the first step and the
-last, in which three evaluations go on beside training. Appends to results/pinned_evaluation.jsonl.
-About 5 minutes on two idle CPU cores. A run that is finished is not run again.
+evaluation.num_tasks=256` equally often with each value. Measures the time between the first and the
+last step, during which three evaluations run. Appends to results/pinned_evaluation.jsonl. Takes
+about 5 minutes on two idle CPU cores. Finished runs are not repeated.
 
-Expected: less than rounds differ by, 3 per cent: training waits only where rollouts become too
-    stale before the last answer.
+Expected: a cost below the variation between rounds, 3 %; training waits only if rollouts become too
+stale before the last answer.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ NAME = "pinned_evaluation"
 
 
 def seconds(rows: Rows) -> float:
-    """From the end of the first step to the end of the last."""
+    """Return the time from the end of the first step to the end of the last."""
     ended = [row["time_s"] for row in steps(rows)]
     return ended[-1] - ended[0]
 
 
 def spread(rows: Rows) -> float:
-    """By how many versions the tokens of an evaluation were newer than asked for, on average."""
+    """Compute the mean number of versions by which tokens were newer than the evaluated version."""
     found = [
         row["evaluation/newest_version"] - row["version"] for row in rows if names.PASS_AT_1 in row
     ]
@@ -46,7 +45,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
     parser.add_argument("--steps", type=int, default=40, help="of each run")
-    parser.add_argument("--every-steps", type=int, default=10, help="between two evaluations")
+    parser.add_argument("--every-steps", type=int, default=10, help="steps between two evaluations")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each")
     options = parser.parse_args()
     settings = (

@@ -1,17 +1,15 @@
-"""Every algorithm by name: what 30 steps of it teach the embedded policy, and what a step costs
-against GRPO's.
+"""Presets of algorithms: learning of the embedded policy in 30 steps, and cost versus GRPO.
 
     python benchmarks/presets.py
 
 Learning: `python -m areal_jax.train --exp=aime algorithm=NAME num_steps=30`, with pass@1 on 512
-    held-out problems before and after. Cost: one optimizer update on the batch of rl_step_cpu.py
-    (32 sequences of 80 tokens, 4 layers), the presets in turns; references and critics are left
-    out, for they are policies of their own. M2PO needs the log-probabilities of a whole mini-batch
-    before the first of its tokens is trained on: a forward pass more than the others where there is
-    one update to a step.
+held-out problems before and after. Cost: one optimizer update on the batch of rl_step_cpu.py (32
+sequences of 80 tokens, 4 layers), the presets in turns, without reference policies and critics.
+M2PO needs the log-probabilities of a whole mini-batch before its update: one more forward pass than
+the others if there is one update per step.
 
-Appends to results/presets.jsonl. About 15 minutes on two idle CPU cores. A run that is finished is
-not run again.
+Appends to results/presets.jsonl. Takes about 15 minutes on two idle CPU cores. Finished runs are
+not repeated.
 """
 
 from __future__ import annotations
@@ -57,8 +55,8 @@ NUM_STEPS = 30
 NUM_TURNS = 30
 
 
-def learnt(folder: Path) -> dict[str, tuple[float, float]]:
-    """Pass@1 before and after, by preset."""
+def read_scores(folder: Path) -> dict[str, tuple[float, float]]:
+    """Read pass@1 before and after training, by preset."""
     runs = {
         name: (
             "--exp=aime",
@@ -75,7 +73,7 @@ def learnt(folder: Path) -> dict[str, tuple[float, float]]:
 
 
 def train_tokens_per_s() -> dict[str, float]:
-    """Of a trainer's step, by the median of turns."""
+    """Measure tokens/s of a trainer step by preset, the median over rounds."""
     trainers = {
         name: trainer_of(name)
         for name, preset in PRESETS.items()
@@ -119,7 +117,7 @@ def trainer_of(name: str) -> Trainer:
 
 
 def batch(seed: int) -> list[Group]:
-    """Answers as a fresh policy draws them, nearly evenly from the vocabulary."""
+    """Make groups as a fresh policy samples them, nearly uniformly from the vocabulary."""
     chance, num_tokens = np.random.default_rng(seed), PROMPT_TOKENS + NEW_TOKENS
     mask = np.arange(num_tokens) >= PROMPT_TOKENS
 
@@ -148,7 +146,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
     folder = parser.parse_args().folder
     speed = train_tokens_per_s()
-    scores = learnt(folder)
+    scores = read_scores(folder)
     cost = {name: speed["grpo"] / of - 1.0 for name, of in speed.items()}
     append(
         NAME,

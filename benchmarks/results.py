@@ -1,6 +1,4 @@
-"""Where figures are kept: results/NAME.jsonl, a line for every time benchmark NAME was run;
-results/NAME.png if it draws.
-"""
+"""Stored results: a line of results/NAME.jsonl per run of benchmark NAME, and results/NAME.png."""
 
 from __future__ import annotations
 
@@ -18,8 +16,9 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def append(name: str, row: Mapping[str, object]) -> None:
-    """Add `row` to results/NAME.jsonl with the command, commit, versions and machine that made it,
-    and print it.
+    """Append a row to results/NAME.jsonl and print it.
+
+    The row also has the command, commit, versions and machine.
     """
     device = jax.devices()[0]
     cores = f"{len(os.sched_getaffinity(0))} CPU threads"

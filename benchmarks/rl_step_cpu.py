@@ -1,20 +1,18 @@
-"""One RL step on CPUs: rollout tokens/s, train tokens/s and steps/s, taken in turns with other
-projects' trainers.
+"""One RL step on CPUs versus other projects: rollout tokens/s, train tokens/s and steps/s.
 
     python benchmarks/rl_step_cpu.py
     python benchmarks/rl_step_cpu.py --rounds=5 \\
         --peer=TRL_ENV/bin/python:benchmarks/peers/trl_rl_step.py \\
         --peer=TUNIX_ENV/bin/python:benchmarks/peers/tunix_rl_step.py
 
-The work, the same for all: Qwen2 of 4 layers, width 128, 4 heads, 2 KV heads, MLP 512, vocabulary
-512, untied, float32; 8 prompts x 4 samples, 16 prompt tokens and exactly 64 new ones, one update
-per batch, no remat. Rollout tokens are the 2048 sampled, train tokens all 2560. Steps are
-synchronous, since a rate of each part is wanted: draw the batch, train on it, hand over the
-weights.
+Workload: Qwen2 with 4 layers, width 128, 4 heads, 2 KV heads, MLP 512, vocabulary 512, untied,
+float32; 8 prompts x 4 samples, 16 prompt tokens and exactly 64 new tokens, one update per batch, no
+remat. Rollout tokens are the 2048 sampled ones, train tokens all 2560. Steps are synchronous, so
+that each stage is timed alone: sample the batch, train on it, transfer the weights.
 
-Each round runs every contestant once, in a process of its own, one after the other; the figure of a
-contestant is the median of its rounds, and ratios are taken round by round. Appends one line to
-benchmarks/results/rl_step_cpu.jsonl. Needs idle cores.
+Each round runs all programs in turns, in separate processes. Results are medians over rounds;
+ratios are computed per round. Appends one line to benchmarks/results/rl_step_cpu.jsonl. Needs idle
+cores.
 """
 
 from __future__ import annotations
@@ -83,7 +81,7 @@ RATES = ("rollout_tokens_per_s", "train_tokens_per_s", "steps_per_s")
 
 
 async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
-    """Rates of this project's own engine and trainer, by the median step."""
+    """Measure this project's engine and trainer; rates of the median step."""
     policy = Policy(MODEL)
     meshes = make_meshes(PlacementConfig(), jax.devices()[:1])
     dtype = jnp.dtype(jnp.float32)
@@ -186,9 +184,7 @@ def _request(version: int, place: int, prompt: np.ndarray) -> Request:
 
 
 def _group(version: int, place: int, prompt: np.ndarray, answer: list[Completion]) -> Group:
-    """Reward is the share of the lower half of the vocabulary: something to learn, and nothing to
-    compute.
-    """
+    """Make a group whose rewards are the shares of low token ids: learnable, cheap to compute."""
     mask = np.arange(PROMPT_TOKENS + NEW_TOKENS) >= PROMPT_TOKENS
     samples = tuple(
         Sample(
@@ -214,11 +210,11 @@ def _cpu_seconds() -> float:
 
 
 def run_one(command: list[str]) -> dict[str, float]:
-    """Run a contestant; its result is the last line it prints."""
+    """Run a program and parse the last line of its output."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     if done.returncode:
         raise RuntimeError(
-            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+            f"{' '.join(command)} exited with status {done.returncode}:\n{done.stderr[-2000:]}"
         )
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -234,7 +230,7 @@ def main() -> None:
     parser.add_argument(
         "--once",
         action="store_true",
-        help="measure this project alone, in this process, and print one line",
+        help="measure only this project, in this process, and print one line",
     )
     args = parser.parse_args()
     if args.once:

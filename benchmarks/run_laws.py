@@ -1,4 +1,4 @@
-"""What every finished run must show, whatever it survived."""
+"""Invariants of every finished run."""
 
 from __future__ import annotations
 
@@ -13,28 +13,32 @@ from areal_jax.metrics import jsonl
 def broken_laws(
     run: Path, *, num_steps: int, groups: int, samples: int, max_staleness: int
 ) -> list[str]:
-    """Which laws a run of less than an epoch has broken, in words: no step is missing, no task was
-    lost or repeated, and no token is older than it may be.
+    """List the violated invariants of a run of less than an epoch.
 
-    Args: groups: of a batch. samples: of a group.
+    No step is missing, no task is skipped or repeated, and no token is too old.
+
+    Args:
+        groups: groups per batch.
+        samples: samples per group.
     """
     rows, sampled = steps(read(run)), list(jsonl.read(run / "samples.jsonl"))
     of_groups = {row["group"]: row["task"] for row in sampled}
-    # Groups are numbered as their tasks are sampled: what is missing below the last one is still
-    # under way, not lost.
+    # Groups are numbered in the order of their tasks: missing ones below the last one are still
+    # running.
     gate = {
         name: rows[-1][f"rollout/{name}"]
         for name in ("started", "accepted", "rejected", "running", "buffered")
     }
     is_kept = {
-        "every step was made once": [row["version"] for row in rows] == list(range(num_steps)),
-        "every step has its samples": Counter(row["version"] for row in sampled)
+        "no step is missing or repeated": [row["version"] for row in rows]
+        == list(range(num_steps)),
+        "every step has all its samples": Counter(row["version"] for row in sampled)
         == dict.fromkeys(range(num_steps), groups * samples),
-        "no group was trained on twice": len(of_groups) == num_steps * groups,
-        "no task came twice": len(set(of_groups.values())) == len(of_groups),
-        "what was started is running or has ended": gate["started"]
+        "no group is trained on twice": len(of_groups) == num_steps * groups,
+        "no task is repeated": len(set(of_groups.values())) == len(of_groups),
+        "started groups are running or finished": gate["started"]
         == gate["running"] + gate["accepted"] + gate["rejected"],
-        "no group was lost": gate["started"]
+        "no group is missing": gate["started"]
         == len(of_groups) + gate["running"] + gate["buffered"] + gate["rejected"],
         "no token is too old": all(
             0 <= row["version"] - version <= max_staleness

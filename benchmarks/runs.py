@@ -1,6 +1,4 @@
-"""Runs of `python -m areal_jax.train`, each in a process of its own, for benchmarks to compare.
-What is finished stays.
-"""
+"""Runs of `python -m areal_jax.train` in separate processes, for comparison by benchmarks."""
 
 from __future__ import annotations
 
@@ -15,12 +13,16 @@ from areal_jax.metrics import jsonl, names
 from areal_jax.metrics.config import METRICS
 
 Rows = list[dict[str, float]]
-"""What a run wrote to metrics.jsonl."""
+"""Rows of a run's metrics.jsonl."""
 
 
 def run_all(runs: Mapping[str, Iterable[str]], folder: Path, num_steps: int) -> dict[str, Rows]:
-    """Rows of every run by name, run now where that has not been done. Args: runs: name to
-    settings.
+    """Return the rows of every run by name; finished runs are not repeated.
+
+    Args:
+        runs: name to settings.
+        folder: parent of the run folders.
+        num_steps: number of trainer steps of each run.
     """
     found: dict[str, Rows] = {}
     seconds: list[float] = []
@@ -39,14 +41,15 @@ def run_all(runs: Mapping[str, Iterable[str]], folder: Path, num_steps: int) -> 
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(
-                    f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+                    f"{' '.join(command)} exited with status {done.returncode}:\n"
+                    f"{done.stderr[-2000:]}"
                 )
             seconds.append(time.perf_counter() - started)
             left = sum(not is_finished(folder / other, num_steps) for other in runs)
             print(
                 (
                     f"{name}: {seconds[-1]:.0f} s; {left} runs and about "
-                    f"{left * fmean(seconds) / 60:.0f} min left"
+                    f"{left * fmean(seconds) / 60:.0f} min remaining"
                 ),
                 flush=True,
             )
@@ -65,10 +68,10 @@ def read(run_folder: Path) -> Rows:
 
 
 def steps(rows: Iterable[dict[str, float]]) -> Rows:
-    """Those of trainer steps, not of evaluations."""
+    """Return the rows of trainer steps, without those of evaluations."""
     return [row for row in rows if names.REWARD in row]
 
 
 def pass_at_1(rows: Iterable[Mapping[str, float]]) -> list[float]:
-    """Every evaluation's, in order."""
+    """Return pass@1 of all evaluations, in order."""
     return [row[names.PASS_AT_1] for row in rows if names.PASS_AT_1 in row]

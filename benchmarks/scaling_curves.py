@@ -1,25 +1,24 @@
-"""Strong scaling from 32 to 512 GPUs, simulated: synchronous, the paper's system, and this project
-(figure 4).
+"""Strong scaling from 32 to 512 GPUs, simulated (AReaL, arXiv:2505.24298, figure 4).
 
     python benchmarks/scaling_curves.py
 
-AReaL, arXiv:2505.24298, figure 4: 1.5B, 7B and 32B, with contexts of 16k and 32k. The synchronous
-system generates on all devices, then trains on all, as verl does, with the settings that it had
-(`papers_cluster.py`). This project's gain over the paper's system is listed by cause
-(`papers_cluster.CAUSES`), and so is efficiency: of the largest cluster, against as many times the
-smallest's speed, both at their best. max_staleness is what the paper recommends, 8 for 1.5B and 7B,
-4 for 32B. Constants were fitted on the panel of 1.5B and 32k alone. Each point is simulated with a
-part of devices and batch, a sixteenth at the least, the synchronous system with all of them.
-Appends to results/scaling_curves.jsonl and draws results/scaling_curves.png; nothing depends on the
+Compares a synchronous system, the paper's system and this project for 1.5B, 7B and 32B with
+contexts of 16k and 32k. The synchronous system generates on all devices, then trains on all, with
+verl's settings (`papers_cluster.py`). This project's gain over the paper's system is listed by
+cause (`papers_cluster.CAUSES`). Scaling efficiency is the speed of the largest cluster relative to
+linear scaling from the smallest. max_staleness is the paper's recommendation: 8 for 1.5B and 7B, 4
+for 32B. Constants are fitted on the panel of 1.5B and 32k only. Each point is simulated with a part
+of devices and batch, at least a sixteenth; the synchronous system at full size. Appends to
+results/scaling_curves.jsonl and plots results/scaling_curves.png; the result is independent of the
 machine.
 
-Expected: ratios to the synchronous system within 15 % of the paper's on 13 of 18 points, 9 of the
-    14 in panels that were not fitted on. Too high by a third are those of the largest clusters
-    (1.5B on 256 GPUs at 16k, 7B on 512), where the paper's system loses what nothing that was
-    published explains; too low by as much those of 32B, whose trainer reached more of its peak than
-    1.5B's. Of speeds themselves 37 of 38 are within 28 %, read as those of one of four
-    mini-batches. Efficiency at 7B and 32k from 64 to 512 devices is 80 % for the paper's system
-    (the paper: 57 %) and 80 % for this project, at twice the speed.
+Expected: ratios to the synchronous system within 15 % of the paper's at 13 of 18 points, 9 of the
+14 in panels that were not fitted on. Ratios are a third too high for the largest clusters (1.5B on
+256 GPUs at 16k, 7B on 512), where the cause of the paper's loss is not published, and a third too
+low for 32B, whose trainer reached a larger share of peak than that of 1.5B. 37 of 38 speeds are
+within 28 %, interpreted as those of one of four mini-batches. Efficiency at 7B and 32k from 64 to
+512 devices is 80 % for the paper's system (the paper: 57 %) and 80 % for this project, at twice the
+speed.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ PAPERS, *_, OURS = CAUSES
 
 
 def point(model: str, context: int, num_devices: int) -> Point:
-    """Thousands of tokens per second of the three systems, beside the paper's."""
+    """Simulate thousands of tokens per second of the three systems; add the paper's."""
     paper, papers_verl = FIGURE_4[model, context][num_devices]
     turns = figure_4("colocated", model, context, num_devices) / 1e3
     found_gains = gains(
@@ -81,7 +80,7 @@ def point(model: str, context: int, num_devices: int) -> Point:
 
 
 def efficiency(points: Mapping[int, Point], system: str) -> float:
-    """Of the largest cluster, against as many times the smallest's speed."""
+    """Compute the speed of the largest cluster relative to linear scaling from the smallest."""
     first, last = min(points), max(points)
     speeds = points[first][system], points[last][system]
     assert speeds[0] is not None and speeds[1] is not None
@@ -89,7 +88,7 @@ def efficiency(points: Mapping[int, Point], system: str) -> float:
 
 
 def main() -> None:
-    # In processes of their own, each simulating one point at a time.
+    # Each process simulates one point at a time.
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         asked = {
             f"{model}, {context}k": {
@@ -126,11 +125,11 @@ def show(
         "ratio",
         "paper's",
         "off by",
-        "its speed off by",
+        "error of speed",
         "verl's",
         title=f"{NAME}: paper's systems",
     )
-    gained = Table("panel", "GPUs", *CAUSES, title="k tokens/s, each with those before it")
+    gained = Table("panel", "GPUs", *CAUSES, title="k tokens/s, cumulative")
     for name, points in panels.items():
         for num_devices, row in points.items():
             forms = ("{:.2f}", "{:.2f}", "{:+.0%}", "{:+.0%}", "{:+.0%}")

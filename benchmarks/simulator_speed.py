@@ -1,15 +1,14 @@
-"""How fast gate, buffer and controller hand groups over, and how long a simulated hour takes.
+"""Throughput of gate, buffer and controller, and CPU time of a simulated hour.
 
     python benchmarks/simulator_speed.py
 
-512 simulated engines with 20 000 requests in flight, one answer each, under a clock that leaps, so
-that nothing waits. Counted are requests that were sampled as a task, let through, answered, graded,
-put into the buffer and taken, over the CPU time of all that, the simulated engines' included. Then
-an hour of 7B with a context of 32k on 512 devices, the paper's recipe, nothing cut
-down: a few steps of it, and what an hour of such steps takes. Appends to
-    results/simulator_speed.jsonl.
+512 simulated engines with 20 000 requests in flight, one answer each, under a simulated clock.
+Throughput is the number of requests that pass gate, engine, grading and buffer, over the CPU time,
+including that of the simulated engines. An hour of 7B with a context of 32k on 512 devices, with
+the paper's recipe at full size, is extrapolated from a few steps. Appends to
+results/simulator_speed.jsonl.
 
-Expected: at least 5000 completions/s, and at most 60 s. On a core that other work shared: 5980/s.
+Expected: at least 5000 completions/s, and at most 60 s. On a core with other load: 5980/s.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ async def completions_per_s(in_flight: int, num_batches: int) -> float:
 
 
 def cpu_s_of_an_hour(num_steps: int) -> float:
-    """What simulating 3600 s of 512 devices takes."""
+    """Estimate the CPU time of simulating 3600 s of 512 devices."""
     began_s = time.process_time()
     outcome = simulate(*build("areal", "7b", 512, 31_744), num_steps=num_steps)
     return (time.process_time() - began_s) * 3600 / outcome.seconds
@@ -74,7 +73,7 @@ def main() -> None:
         "--batches",
         type=int,
         default=16,
-        help=f"of {BATCH} requests, counted after one that is not",
+        help=f"number of timed batches of {BATCH} requests, after a warm-up batch",
     )
     options = parser.parse_args()
     row = {

@@ -1,16 +1,14 @@
-"""Tokens trained per second by max_staleness, simulated (AReaL, arXiv:2505.24298, figure 5c and
-table 7).
+"""Trained tokens/s by max_staleness, simulated (AReaL, arXiv:2505.24298, figure 5c and table 7).
 
     python benchmarks/staleness_throughput.py
 
-1.5B, answers of up to 8192 tokens: figure 5c on 128 GPUs with 512 x 16 answers a step, table 7 on 8
-GPUs with 64 x 16. None of these numbers was fitted on (`papers_cluster.py`). How many GPUs figure
-5c used is not said, so that its shape, the curve over its own value at 0, is what is compared.
-Figure 5c is simulated with a sixteenth of devices and batch. Appends to
-results/staleness_throughput.jsonl and draws results/staleness_throughput.png; nothing depends on
-the machine.
+1.5B, answers of at most 8192 tokens: figure 5c on 128 GPUs with 512 x 16 answers per step, table 7
+on 8 GPUs with 64 x 16. Nothing is fitted on these numbers (`papers_cluster.py`). The number of GPUs
+of figure 5c is not published, so the curve relative to its value at 0 is compared. Figure 5c is
+simulated with a sixteenth of devices and batch. Appends to results/staleness_throughput.jsonl and
+plots results/staleness_throughput.png; the result is independent of the machine.
 
-Expected: figure 5c's shape within 10 %, table 7's within 20 %.
+Expected: the curve of figure 5c within 10 %, table 7 within 20 %.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from rich.table import Table
 
 NAME = "staleness_throughput"
 CASES = {"figure 5c": (FIGURE_5C, 128, 512, 4), "table 7": (TABLE_7, 8, 64, 1)}
-"""The paper's numbers, GPUs, groups in a batch, and by what both are divided."""
+"""The paper's numbers, number of GPUs, groups per batch, and the divisor of both."""
 
 
 def label(max_staleness: int | None) -> str:
@@ -36,9 +34,7 @@ def label(max_staleness: int | None) -> str:
 def curve(
     papers: Mapping[int | None, float], num_devices: int, groups: int, shrink: int
 ) -> dict[str, dict[str, float]]:
-    """By max_staleness, thousands of tokens per second, and the same over that without
-    staleness.
-    """
+    """Simulate thousands of tokens per second by max_staleness, absolute and relative to 0."""
     found, first = dict[str, dict[str, float]](), 0.0
     for eta, paper in papers.items():
         cluster, workload = build(
@@ -75,7 +71,7 @@ def main() -> None:
             "max_staleness",
             "k tokens/s",
             "paper's",
-            "over its value at 0",
+            "relative to 0",
             "paper's",
             "off by",
             title=name,
@@ -110,7 +106,7 @@ def plot(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
             color="#2563a8",
             label="simulated",
         )
-        axes.set(title=name, xlabel="max_staleness", ylabel="speed over that at 0", ylim=(0, None))
+        axes.set(title=name, xlabel="max_staleness", ylabel="speed relative to 0", ylim=(0, None))
         axes.legend(frameon=False)
     figure.savefig(FOLDER / f"{NAME}.png")
 

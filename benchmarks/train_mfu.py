@@ -1,33 +1,33 @@
-"""Training speed: tokens/s, TFLOP/s and MFU of a decoupled-PPO update, and of the proximal forward
-pass, in packed rows.
+"""Training speed: tokens/s, TFLOP/s and MFU of a decoupled-PPO update, and of its forward pass.
 
-    python benchmarks/train_mfu.py --model=qwen2.5-1.5b                # one GPU or TPU, or all \\
-        there are
-    python benchmarks/train_mfu.py --model=qwen2.5-7b --lora-rank=16   # an adapter on every \\
-        matrix of every layer
-    python benchmarks/train_mfu.py --model=qwen2.5-1.5b --forward      # the proximal forward \\
-        pass alone
-    python benchmarks/train_mfu.py --tiny                              # a CPU: does it run, no more
+    # all GPUs or TPUs
+    python benchmarks/train_mfu.py --model=qwen2.5-1.5b
+    # an adapter on every matrix of every layer
+    python benchmarks/train_mfu.py --model=qwen2.5-7b --lora-rank=16
+    # the proximal forward pass only
+    python benchmarks/train_mfu.py --model=qwen2.5-1.5b --forward
+    # smoke test on a CPU
+    python benchmarks/train_mfu.py --tiny
 
-Weights are random in the real shapes: float32 with AdamW, computing in bfloat16 (float32 on a CPU);
-beside an adapter they are frozen, in the dtype of what is computed. Each row of --row-tokens holds
-segments of --segment-tokens; every token but the first of a segment is trained on. An update is
---micro-batches micro-batches and one optimizer step. The median of --updates updates counts, after
-one that is not timed.
+Weights are random with the real shapes: float32 with AdamW, computing in bfloat16 (float32 on a
+CPU); with an adapter they are frozen, in the compute dtype. Each packed row of --row-tokens holds
+segments of --segment-tokens; all tokens but the first of a segment are trained on. An update is
+--micro-batches micro-batches and one optimizer step. Reported is the median of --updates updates,
+after a warm-up update.
 
-What counts as work, in floating-point operations (PaLM, arXiv:2204.02311, appendix B), with
-`trained` and `frozen` the number of parameters of matrix products, the head's among them and the
-embedding's not, and A = layers x heads x head size:
+Floating-point operations (PaLM, arXiv:2204.02311, appendix B), with `trained` and `frozen` the
+numbers of parameters in matrix products (including the head, excluding the embedding), and
+A = layers x heads x head size:
 
     forward   2 · (trained + frozen) · tokens      +  4 · A · sum(segment²) / 2
     update   (6 · trained + 4 · frozen) · tokens   + 12 · A · sum(segment²) / 2
 
-A parameter takes 2 for a token forward and 2 for the gradient by its input, and 2 for its own
-gradient only if it is trained; beside an adapter the head is not. Attention is halved, since a
-causal query sees half of its segment on average. What remat computes again does not count, nor do
-padding, the optimizer, norms or the softmax over the vocabulary. MFU is work / seconds / devices /
-the peak of dense products in bfloat16 that the maker states; null for devices without one below.
-Appends one line to benchmarks/results/train_mfu.jsonl.
+A parameter costs 2 per token forward, 2 for the gradient of its input, and 2 for its own gradient
+if it is trained; with an adapter the head is frozen. Attention is halved, because a causal query
+attends to half of its segment on average. Not counted are recomputation by remat, padding, the
+optimizer, norms and the softmax over the vocabulary. MFU is operations / seconds / devices / the
+data-sheet peak of dense bfloat16 products; null for unknown devices. Appends one line to
+benchmarks/results/train_mfu.jsonl.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ PEAK_FLOPS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
-"""Dense bfloat16 FLOP/s by the beginning of a device's kind; the longest that fits."""
+"""Dense bfloat16 FLOP/s by prefix of the device kind; the longest match counts."""
 
 TINY = KNOWN["qwen2.5-1.5b"] | {
     "vocab_size": 512,
@@ -86,7 +86,7 @@ MODELS = {"tiny": TINY, **KNOWN}
 
 
 class Work(NamedTuple):
-    """What the docstring's formulas are made of, for some segments."""
+    """Terms of the docstring's formulas."""
 
     trained: int
     frozen: int
@@ -115,7 +115,7 @@ COUNTED = {
 
 
 def work(policy: Policy, segment_lengths: Int[np.ndarray, "N"]) -> Work:
-    """What is to be done for segments of these lengths."""
+    """Compute the terms for segments of these lengths."""
     whole = policy.config.matmul_params
     adapter = (
         sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(lora.abstract(policy)))
@@ -132,7 +132,7 @@ def work(policy: Policy, segment_lengths: Int[np.ndarray, "N"]) -> Work:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Of one device; None where nobody stated it."""
+    """Return the peak of one device; None if it is unknown."""
     known = [name for name in PEAK_FLOPS if device_kind.startswith(name)]
     return PEAK_FLOPS[max(known, key=len)] if known else None
 
@@ -154,7 +154,7 @@ def sample_batch(
 
 
 def seconds(run: Callable[[], object], times: int) -> float:
-    """By the median of `times` runs, after one that compiles and warms up."""
+    """Measure the median of `times` runs, after a warm-up run."""
     taken = []
     for _ in range(times + 1):
         began = time.perf_counter()
@@ -164,12 +164,12 @@ def seconds(run: Callable[[], object], times: int) -> float:
 
 
 def make_learner(args: argparse.Namespace, devices: list[jax.Device]) -> Learner:
-    """The model with random weights, ready to train, or an adapter beside it."""
+    """Make the model with random weights, or an adapter on it, ready to train."""
     adapter = LoRA(rank=args.lora_rank, alpha=2.0 * args.lora_rank) if args.lora_rank else None
     policy = Policy(ModelConfig.from_hf(MODELS[args.model], source=args.model), adapter)
     placement = PlacementConfig(train_context=args.context, train_tensor=args.tensor)
     if len(devices) > 1:
-        # All train; the first stands for those that would decode.
+        # All devices train; the rollout mesh is unused.
         placement = chz.replace(placement, train_devices=len(devices), rollout_devices=1)
         devices = [*devices, devices[0]]
     mesh = make_meshes(placement, devices).train
@@ -218,7 +218,7 @@ def make_learner(args: argparse.Namespace, devices: list[jax.Device]) -> Learner
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:
-    """The row of one model on all devices."""
+    """Measure one model on all devices; return the row."""
     learner = make_learner(args, jax.devices())
     model, device, num_devices = (
         learner.policy.config,
@@ -276,7 +276,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
 
 def settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line's."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -285,26 +285,30 @@ def settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--lora-rank",
         type=int,
         default=0,
-        help="of an adapter on every matrix of every layer; 0: train all",
+        help="rank of an adapter on every matrix of every layer; 0: train all parameters",
     )
     parser.add_argument(
-        "--forward", action="store_true", help="measure the proximal forward pass alone"
+        "--forward", action="store_true", help="measure only the proximal forward pass"
     )
     parser.add_argument("--row-tokens", type=int, default=32768)
     parser.add_argument("--segment-tokens", type=int, default=8192)
     parser.add_argument(
-        "--rows", type=int, default=1, help="rows of a micro-batch on each shard of the batch"
+        "--rows", type=int, default=1, help="rows of a micro-batch per shard of the batch"
     )
     parser.add_argument("--micro-batches", type=int, default=4, help="of an update")
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument(
-        "--chunk-tokens", type=int, default=2048, help="tokens whose logits exist at the same time"
+        "--chunk-tokens", type=int, default=2048, help="chunk size of the logits, in tokens"
     )
     parser.add_argument("--remat", choices=get_args(Remat), default="attention")
-    parser.add_argument("--offload", action="store_true", help="keep moments in the host's memory")
+    parser.add_argument(
+        "--offload", action="store_true", help="keep optimizer moments in host memory"
+    )
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
-    parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
+    parser.add_argument(
+        "--note", default="", help="note for the row, such as other load of the machine"
+    )
     parser.add_argument(
         "--tiny", action="store_true", help="the tiny model, in rows of 2048 tokens"
     )

@@ -1,28 +1,26 @@
-"""A run over two nodes and the network between them, which is fast, slow, or cut for a while.
+"""A run on two nodes with a fast, a slow and a partitioned network.
 
     sudo python benchmarks/two_nodes.py
 
 Needs Linux, root, `ip` and `tc` (iproute2), and the extra `ray`. The nodes are namespaces of this
-machine: each has a network interface, an address, processes and shared memory of its own, and
-reaches the other by TCP over a bridge. On each is started what `deploy/slurm.sh` starts on each
-node of a job. The embedded policy trains, with every node's two CPUs taken:
+machine, each with its own network interface, address, processes and shared memory, connected by TCP
+over a bridge. Each node starts the commands of `deploy/slurm.sh`. The embedded policy trains and
+uses both CPUs of every node:
 
     fast        1 trainer host, 2 engines, 1 reward worker
-    slow        the same with 20 Mbit/s each way, of which a version of the weights takes 1.4 s
-    two hosts   2 trainer hosts, whose gradients cross the network where they lie on different
-                nodes; 1 engine, 1 reward worker
-    cut         as fast, but the network is cut in mid-run until the second node is taken for lost;
-                then it comes back, and
-                joins again
+    slow        the same with 20 Mbit/s each way, so that a weight update takes 1.4 s
+    two hosts   2 trainer hosts, whose gradients cross the network if they are on different nodes;
+                1 engine, 1 reward worker
+    cut         as fast, but the network is partitioned during the run until the second node is
+                declared dead; then it is restored, and the node joins again
 
-Counted are answers per second from the first step on and bytes that crossed the network; for `cut`
-the seconds from the cut until a death was reported, with the steps made meanwhile, and those from the
-node's return until the next step, and what was lost, which is what happened to lie on the second
-node. Checks what `worker_deaths.py` checks: no task is lost or trained on twice, no token is too
-old. Appends to results/two_nodes.jsonl, in about 9 minutes.
+Reports answers per second from the first step on and bytes over the network; for `cut` the time
+until a death was detected, the steps made meanwhile, the time from the node's return to the next
+step, and the workers that died. Checks the invariants of `worker_deaths.py`. Appends to
+results/two_nodes.jsonl. Takes about 9 minutes.
 
-Expected: a slow network costs little, for nobody waits for weights; what is cut is noticed by Ray's
-heartbeats, in about 75 s.
+Expected: a slow network costs little, because weight updates are asynchronous; Ray's heartbeats
+detect the partition in about 75 s.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ class Variant:
     trainer_hosts: int = 1
     rollout_engines: int = 2
     shaping: str = ""
-    """What `tc` does to every packet, on both ways."""
+    """Traffic shaping by `tc`, in both directions."""
     is_cut: bool = False
 
 
@@ -74,7 +72,7 @@ def do(command: str) -> None:
 
 @contextmanager
 def network(shaping: str) -> Iterator[None]:
-    """A bridge with a cable to each of two namespaces."""
+    """Create a bridge with a link to each of two namespaces."""
     do(f"ip link add {BRIDGE} type bridge")
     do(f"ip link set {BRIDGE} up")
     try:
@@ -98,7 +96,7 @@ def network(shaping: str) -> Iterator[None]:
 def node(
     number: int, settings: Sequence[str], token: str, log: TextIO
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """What runs on a node, all of which ends with it."""
+    """Start the processes of a node, which all end with it."""
     apart = ("--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
     names = "".join(f"{address} node{place}\\n" for place, address in enumerate(ADDRESSES))
     own = " && ".join(
@@ -158,7 +156,11 @@ def node(
 
 
 def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, Any]:
-    """A whole run; what went over the network, and what a cut cost. SystemExit where it fails."""
+    """Run the training; return the network traffic and the effect of a partition.
+
+    Raises:
+        SystemExit: the run fails.
+    """
     token, found = secrets.token_hex(32), dict[str, Any]()
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = folder.with_suffix(".log")
@@ -174,19 +176,19 @@ def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, 
                     first, f"version {CUT_AT_VERSION}", lambda: version_of(folder) >= CUT_AT_VERSION
                 )
                 do("ip link set areal-v1 down")
-                cut_s, had = time.monotonic(), version_of(folder)
-                wait(first, "a worker death", lambda: "worker died" in log.read_text())
+                cut_s, version = time.monotonic(), version_of(folder)
+                wait(first, "a worker's death", lambda: "worker died" in log.read_text())
                 found |= {
-                    "seconds_until_told": time.monotonic() - cut_s,
-                    "steps_meanwhile": version_of(folder) - had,
+                    "seconds_until_detected": time.monotonic() - cut_s,
+                    "steps_meanwhile": version_of(folder) - version,
                 }
             else:
                 wait(first, "the end", lambda: first.poll() is not None)
         if variant.is_cut:
             do("ip link set areal-v1 up")
-            back_s, had = time.monotonic(), version_of(folder)
+            back_s, version = time.monotonic(), version_of(folder)
             with node(1, settings, token, other):
-                wait(first, "the next step", lambda: version_of(folder) > had)
+                wait(first, "the next step", lambda: version_of(folder) > version)
                 found["seconds_until_next_step"] = time.monotonic() - back_s
                 wait(first, "the end", lambda: first.poll() is not None)
         found["network_bytes"] = sum(
@@ -197,13 +199,15 @@ def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, 
         r"^\w+:areal_jax\.cluster\.\w+:worker died: (.+?) died", log.read_text(), re.MULTILINE
     )
     if first.returncode:
-        raise SystemExit(f"the run ended with {first.returncode}; see {log}")
+        raise SystemExit(f"the run exited with status {first.returncode}; see {log}")
     return found
 
 
 def wait(process: subprocess.Popen[bytes], what: str, holds: Callable[[], bool]) -> None:
-    """Until it holds. SystemExit, which says what was waited for, where the process ends or the
-    time is over before.
+    """Wait until a condition holds.
+
+    Raises:
+        SystemExit: the process ends or the time is over first.
     """
     began_s = time.monotonic()
     while not holds():
@@ -216,7 +220,7 @@ def wait(process: subprocess.Popen[bytes], what: str, holds: Callable[[], bool])
 
 
 def version_of(folder: Path) -> int:
-    """Of the last trainer step that is written down; -1: none."""
+    """Return the version of the last recorded trainer step; -1 if there is none."""
     return (
         max((int(row["version"]) for row in steps(read(folder))), default=-1)
         if (folder / "metrics.jsonl").exists()
@@ -229,8 +233,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
-    parser.add_argument("--steps", type=int, default=40, help="trainer steps of each run")
-    parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
+    parser.add_argument("--steps", type=int, default=40, help="trainer steps per run")
+    parser.add_argument(
+        "--note", default="", help="note for the row, such as other load of the machine"
+    )
     options = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
     for name, variant in VARIANTS.items():

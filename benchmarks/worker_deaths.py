@@ -1,21 +1,19 @@
-"""A run on a cluster whose parts are killed at random, beside one that is left alone and one in a
-single process.
+"""A run on a cluster with randomly killed workers, versus an undisturbed and a single-process run.
 
     python benchmarks/worker_deaths.py
     python benchmarks/worker_deaths.py --seeds 1 2 3 --load 2 --steps 12 --kills 6
 
-Needs the extra `ray`. Trains the embedded policy on this machine three times with one seed: in this
-process's own way (launch=Local), with 2 trainer hosts, 2 engines and 2 reward workers (launch=Ray),
-and so again while engines and reward workers are killed (SIGKILL) at random moments. Checks that no
-task is lost or trained on twice, that no token is too old, and that the log names every kill.
-Appends to results/worker_deaths.jsonl and draws results/worker_deaths.png.
+Needs the extra `ray`. Trains the embedded policy on this machine three times with one seed: in one
+process (launch=Local), with 2 trainer hosts, 2 engines and 2 reward workers (launch=Ray), and so
+again while engines and reward workers are killed (SIGKILL) at random times. Checks that no task is
+skipped or trained on twice, that no token is too old, and that the log reports every death. Appends
+to results/worker_deaths.jsonl and plots results/worker_deaths.png.
 
-With --seeds, drills instead: the run with kills alone, once for each seed, beside --load processes
-that keep a core busy each. Every drill has to end within --most-s with the same laws, and appends a
-row of its own.
+With --seeds, only the run with kills, once per seed, with --load processes that keep a core busy
+each. Each of these drills must end within --most-s with the same invariants, and appends a row.
 
-Expected: the three learning curves agree within the noise of an evaluation, and the two clusters'
-    answers per second but for the time that engines are missing.
+Expected: the three learning curves agree within the standard error of an evaluation, and the
+answers per second of the two clusters differ only by the time without engines.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from runs import read, steps
 
 from areal_jax.cluster.environment import prepare
 
-# Before jax is imported, which the run's own modules do.
+# Set before jax is imported, which the modules of the run do.
 from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import CONFIG_FILE, load_experiment, write_config
 from areal_jax.metrics import names
@@ -54,7 +52,7 @@ CLUSTER = (
 RUNS: Mapping[str, tuple[str, ...]] = {
     "one process": (),
     "cluster": CLUSTER,
-    "cluster, parts killed": CLUSTER,
+    "cluster, workers killed": CLUSTER,
 }
 
 
@@ -93,7 +91,7 @@ class Kills(logging.Handler):
 
 
 def train(name: str, experiment: Experiment, folder: Path, kills: Kills | None) -> None:
-    """A whole run in this process, on a cluster or not."""
+    """Run the training in this process, with or without a cluster."""
     from areal_jax import loop
     from areal_jax.run.cluster import train_on_cluster
     from areal_jax.run.make_plan import make_plan
@@ -116,12 +114,16 @@ def train(name: str, experiment: Experiment, folder: Path, kills: Kills | None) 
 
     asyncio.run(train_on_cluster(plan, folder, with_kills, resume=False, source=experiment.name))
     if kills.unreported:
-        raise SystemExit(f"{name}: the log does not name {', '.join(kills.unreported)}")
+        raise SystemExit(
+            f"{name}: the log does not report the death of {', '.join(kills.unreported)}"
+        )
 
 
 def checked(folder: Path, experiment: Experiment) -> dict[str, Any]:
-    """What a finished run has to show. SystemExit where a task was lost or repeated, or a token was
-    too old.
+    """Check the invariants of a finished run, and summarize it.
+
+    Raises:
+        SystemExit: a task was skipped or repeated, or a token was too old.
     """
     rollout = experiment.rollout
     if broken := broken_laws(
@@ -131,7 +133,7 @@ def checked(folder: Path, experiment: Experiment) -> dict[str, Any]:
         samples=rollout.samples_per_group,
         max_staleness=rollout.max_staleness or 0,
     ):
-        raise SystemExit(f"{folder}: it does not hold that {', that '.join(broken)}")
+        raise SystemExit(f"{folder}: violated invariants: {'; '.join(broken)}")
     rows = read(folder)
     trained, curve = (
         steps(rows),
@@ -152,7 +154,7 @@ def checked(folder: Path, experiment: Experiment) -> dict[str, Any]:
 
 
 def reinforcement(name: str, settings: Sequence[str]) -> Experiment:
-    """An experiment of reinforcement learning, by its name."""
+    """Load a reinforcement learning experiment by name."""
     experiment = load_experiment(name, settings)
     assert isinstance(experiment, Experiment)
     return experiment
@@ -163,30 +165,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
-    parser.add_argument("--steps", type=int, default=50, help="trainer steps of each run")
+    parser.add_argument("--steps", type=int, default=50, help="trainer steps per run")
     parser.add_argument(
-        "--kills", type=int, default=20, help="of engines and reward workers, in the last run"
+        "--kills",
+        type=int,
+        default=20,
+        help="number of killed engines and reward workers in the last run",
     )
     parser.add_argument(
-        "--every-s", type=float, nargs=2, default=(4.0, 12.0), help="between two kills, at random"
+        "--every-s",
+        type=float,
+        nargs=2,
+        default=(4.0, 12.0),
+        help="range of the random time between two kills, in seconds",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the runs and of the kills")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the runs and of the kills")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", help="drills: the run with kills alone, once for each seed"
+        "--seeds", type=int, nargs="+", help="drills: only the run with kills, once per seed"
     )
     parser.add_argument(
         "--load",
         type=int,
         default=0,
-        help="processes that keep a core busy each, beside the drills",
+        help="number of processes that keep a core busy each during drills",
     )
     parser.add_argument(
-        "--most-s", type=float, default=900.0, help="seconds in which a drill has to end"
+        "--most-s", type=float, default=900.0, help="time limit of a drill, in seconds"
     )
+    parser.add_argument("--run", choices=list(RUNS), help="run only one of the runs (internal)")
     parser.add_argument(
-        "--run", choices=list(RUNS), help="one of the runs alone, for the process that does it"
+        "--note", default="", help="note for the row, such as other load of the machine"
     )
-    parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
     options = parser.parse_args(argv)
     experiments = experiments_of(options, options.seed)
     folders = {name: options.folder / folder_of(name) for name in RUNS}
@@ -195,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.update(experiment.launch.environment_variables(os.environ))
         prepare(experiment.launch.resolve_placement(experiment.placement))
         kills = None
-        if options.run == "cluster, parts killed":
+        if options.run == "cluster, workers killed":
             kills = Kills(options.kills, options.seed, tuple(options.every_s))
         train(options.run, experiment, folders[options.run], kills)
         return
@@ -206,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     for name, folder in folders.items():
         if not (folder / "report.html").exists():
-            # Each in a process of its own, because each has other devices.
+            # In separate processes, because their numbers of devices differ.
             given = sys.argv[1:] if argv is None else list(argv)
             subprocess.run([sys.executable, __file__, *given, f"--run={name}"], check=True)
     show(
@@ -216,15 +225,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def drill(options: argparse.Namespace) -> None:
-    """The run with kills for each seed, beside a load. SystemExit where one does not end, or breaks
-    a law.
+    """Run with kills under load, once per seed.
+
+    Raises:
+        SystemExit: a run does not end in time, or violates an invariant.
     """
     import subprocess
     import time
 
     from results import append
 
-    name = "cluster, parts killed"
+    name = "cluster, workers killed"
     common = [
         f"--steps={options.steps}",
         f"--kills={options.kills}",
@@ -262,7 +273,7 @@ def drill(options: argparse.Namespace) -> None:
             print(
                 (
                     f"drill {number + 1} of {len(options.seeds)}, seed {seed}: ended in "
-                    f"{seconds:.0f} s, laws hold"
+                    f"{seconds:.0f} s, invariants hold"
                 ),
                 flush=True,
             )
@@ -277,7 +288,7 @@ def folder_of(name: str) -> str:
 
 
 def experiments_of(options: argparse.Namespace, seed: int) -> dict[str, Experiment]:
-    """The experiment of each run."""
+    """Return the experiment of each run."""
     common = (
         f"num_steps={options.steps}",
         f"seed={seed}",
@@ -287,7 +298,7 @@ def experiments_of(options: argparse.Namespace, seed: int) -> dict[str, Experime
 
 
 def show(options: argparse.Namespace, found: Mapping[str, Mapping[str, Any]]) -> None:
-    """The table, the row and the figure."""
+    """Print the table, append the row and plot the figure."""
     from matplotlib.figure import Figure
     from results import FOLDER, append
     from rich.console import Console
@@ -318,7 +329,7 @@ def show(options: argparse.Namespace, found: Mapping[str, Mapping[str, Any]]) ->
     axes.set(
         xlabel="trainer step",
         ylabel="pass@1 of 512 held-out problems",
-        title=f"{options.kills} parts killed in one run",
+        title=f"{options.kills} workers killed in one run",
     )
     axes.legend(frameon=False)
     figure.savefig(FOLDER / f"{NAME}.png")

@@ -1,4 +1,4 @@
-"""Encode the rollout state for checkpoints, bit-exact, so that a resumed run loses or repeats no task.
+"""Encoding of the rollout state for checkpoints, bit-exact: no task is skipped or repeated.
 
 Per-token arrays are concatenated into one column per field; everything else is JSON. There is no
 pickle: reading a checkpoint runs no code.

@@ -60,9 +60,9 @@ class CheckpointStore:
             raise ValueError(f"expected checkpoint.keep to be at least 1, found {keep}")
         self.folder = folder.absolute()
         self.keep = keep
-        # One thread of this store finishes one save at a time: it waits for Orbax, writes files.json
-        # and deletes old checkpoints. `save` submits a save after it has collected the previous
-        # one; `close` ends the thread.
+        # One thread of this store finishes one save at a time: it waits for Orbax, writes
+        # files.json and deletes old checkpoints. `save` submits a save after it has collected the
+        # previous one; `close` ends the thread.
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[str, int, Future[None]] | None = None
         logging.getLogger("absl").addFilter(_not_orbax)
@@ -151,8 +151,8 @@ class CheckpointStore:
 
         Args:
             version: version of the checkpoint; None for the newest.
-            abstract: pytree like the train state, of ShapeDtypeStructs (or arrays) with the sharding
-                of each leaf, on any mesh. A leaf without sharding becomes a numpy array.
+            abstract: pytree like the train state, of ShapeDtypeStructs (or arrays) with the
+                sharding of each leaf, on any mesh. A leaf without sharding becomes a numpy array.
 
         Raises:
             CheckpointError: there is no such checkpoint, it is damaged or unreadable, or its leaves
@@ -273,7 +273,10 @@ class CheckpointStore:
 
 @contextmanager
 def _reading(checkpoint: Path) -> Iterator[None]:
-    """Convert errors to CheckpointError, which reports damage only if nothing else explains them."""
+    """Convert errors to CheckpointError.
+
+    It reports damage only if nothing else explains the error.
+    """
     is_verified = False
     try:
         is_verified = _verify(checkpoint)
@@ -314,7 +317,7 @@ def _target(leaf: Leaf) -> jax.ShapeDtypeStruct | np.ndarray:
 
 
 def _check_leaves(checkpoint: Path, expected: Mapping[str, Leaf], found: Mapping[str, Any]) -> None:
-    """Raise CheckpointError with the leaves that are missing, unknown, or of another shape or dtype."""
+    """Raise CheckpointError if leaves are missing, unknown, or of another shape or dtype."""
 
     def describe(leaf: Any) -> str:
         return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
@@ -432,5 +435,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
-    """Drop Orbax's log records: it logs failures in each of its threads; the store raises them once."""
+    """Drop Orbax's log records, one per thread for each failure that the store raises once."""
     return "/orbax/" not in record.pathname

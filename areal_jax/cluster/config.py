@@ -21,7 +21,7 @@ class LaunchConfig:
         default=60.0,
         doc=(
             "time without a token, graded answer or step after which a warning describes what "
-            "each part waits for, in seconds"
+            "each component waits for, in seconds"
         ),
     )
     stall_timeout_s: float = chz.field(
@@ -80,7 +80,7 @@ class Ray(LaunchConfig):
     )
     accelerator: Literal["auto", "GPU", "TPU", "none"] = chz.field(
         default="auto",
-        doc="Ray resource of the devices; auto: what the cluster has; none: simulated devices on CPUs",
+        doc="Ray resource of the devices; auto: detected; none: simulated devices on CPUs",
     )
     cpus_per_process: float = chz.field(
         validator=POSITIVE, default=1.0, doc="number of CPUs that Ray reserves for each process"
@@ -89,7 +89,8 @@ class Ray(LaunchConfig):
         validator=NOT_NEGATIVE,
         default=3,
         doc=(
-            "maximum number of automatic restarts from the last checkpoint after a trainer host died"
+            "maximum number of automatic restarts from the last checkpoint after the death of a "
+            "trainer host"
         ),
     )
     silence_timeout_s: float = chz.field(

@@ -78,8 +78,8 @@ def _flags(placement: PlacementConfig, current: Mapping[str, str]) -> dict[str, 
     num_devices = placement.simulated_devices or (int(found[1]) if found else None)
     if num_devices is None:
         return {}
-    # XLA's collectives wait for each other: two concurrent programs on simulated devices deadlock if
-    # the thread pool has fewer threads (NPROC) than both together.
+    # XLA's collectives wait for each other: two concurrent programs on simulated devices
+    # deadlock if the thread pool has fewer threads (NPROC) than both together.
     flags = {"NPROC": str(max(2 * num_devices, int(current.get("NPROC", 0))))}
     if placement.simulated_devices:
         flags["JAX_PLATFORMS"] = "cpu"

@@ -1,6 +1,4 @@
-"""Handling of SIGINT and SIGTERM: a command ends in time, with one message and exit status 128 + the
-signal's number.
-"""
+"""SIGINT and SIGTERM: a command ends in time, with one message and exit status 128 + signal."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ class Interruption:
     """Message of a command that a signal ends."""
 
     def __init__(self) -> None:
-        self.advice: Callable[[], str] = lambda: "nothing has begun"
+        self.advice: Callable[[], str] = lambda: "no work has started"
         """Returns what is saved and how to resume."""
 
     def text(self, number: int) -> str:
@@ -105,7 +103,7 @@ def interruptible(end_s: float = END_S) -> Iterator[Interruption]:
 
 
 def save_handlers() -> Callable[[], None]:
-    """Return a function that restores the current signal handlers; call both in the main thread."""
+    """Return a function that restores the current signal handlers; for the main thread."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)

@@ -1,4 +1,4 @@
-"""Watchdog of a run: without progress it logs a warning, replaces the stalled worker or ends the run."""
+"""Watchdog of a run: without progress it warns, replaces the stalled worker or ends the run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ class WorkerReplacer(Protocol):
 
 
 class Watchdog:
-    """Watches the progress of a run; processor time counts as progress of workers without reports."""
+    """Watches the progress of a run.
+
+    Processor time counts as progress of workers without reports.
+    """
 
     def __init__(
         self,
@@ -133,7 +136,10 @@ class Watchdog:
                 logger.warning("no progress for %.0f s: %s", still_s, self._describe_wait())
                 is_warned = True
             if still_s >= self._timeout_s:
-                why = f"no progress for launch.stall_timeout_s={self._timeout_s:g}: {self._describe_wait()}"
+                why = (
+                    f"no progress for launch.stall_timeout_s={self._timeout_s:g}: "
+                    f"{self._describe_wait()}"
+                )
                 replaced = self._replace(why) if num_replaced < MOST_REPLACED else None
                 if replaced is None:
                     raise Stalled(why)

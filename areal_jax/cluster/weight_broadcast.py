@@ -1,4 +1,4 @@
-"""Weight broadcast: collect the shard locations of all trainer hosts and announce them to engines."""
+"""Weight broadcast: collect shard locations of all trainer hosts, announce them to engines."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class WeightBroadcast:
         return None if self._newest is None else self._newest[0]
 
     def describe_wait(self) -> str:
-        """Describe the version announced to engines, the one in flight, and whether it is paused."""
+        """Describe the announced version, the one in flight, and whether the broadcast is paused."""
         announced = "no version is" if self._newest is None else f"version {self._newest[0]} is"
         paused = ", paused for an evaluation" if self._is_paused else ""
         return f"{announced} announced to engines{paused}" + (
@@ -83,7 +83,11 @@ class WeightBroadcast:
         )
 
     def replace_stalled(self, why: str) -> str | None:
-        """Kill the trainer hosts if they owe a version; return their name, or None otherwise."""
+        """Kill the trainer hosts if a version is in flight.
+
+        Returns:
+            Their name; None if no version is in flight.
+        """
         if self._collector is None:
             return None
         self._trainers.mark_dead(why)

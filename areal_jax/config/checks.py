@@ -20,11 +20,9 @@ from areal_jax.workflows.config import Agent, MultiTurn, ToolUse
 
 
 def contradictions(experiment: AnyExperiment) -> Iterator[str]:
-    """Violated rules between an experiment's settings, each in a sentence that names the
-    settings.
-    """
+    """Find violated rules between settings, each as a sentence that names the settings."""
     yield from _one_adapter(experiment)
-    yield from _no_offload_beside_adapter(experiment)
+    yield from _no_offload_with_adapter(experiment)
     yield from _raw_rewards(experiment)
     yield from _usable_tools(experiment)
     yield from _agent_program(experiment)
@@ -43,7 +41,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
 
 
 def _one_split(experiment: AnyExperiment) -> Iterator[str]:
-    """Devices are split in one way, and only reinforcement learning can be balanced."""
+    """Only one setting splits the devices, and only reinforcement learning can be balanced."""
     placement = experiment.placement
     share, rollout, train = (
         placement.rollout_share,
@@ -87,8 +85,8 @@ def _row_length(experiment: Experiment) -> Iterator[str]:
     longest, row_tokens = experiment.engine.max_tokens, experiment.trainer.row_tokens
     if 0 < row_tokens < longest:
         yield (
-            f"trainer.row_tokens={row_tokens} is shorter than the longest sequence, "
-            f"engine.max_prompt_tokens + engine.max_new_tokens = {longest}; raise it, or set it to 0"
+            f"trainer.row_tokens={row_tokens} is below the maximum sequence length, "
+            f"engine.max_prompt_tokens + engine.max_new_tokens = {longest}; raise it, or set 0"
         )
 
 
@@ -97,7 +95,7 @@ def _one_adapter(experiment: AnyExperiment) -> Iterator[str]:
     policy = experiment.policy
     if policy.lora is not None and policy.adapter is not None:
         yield (
-            f"policy.adapter={policy.adapter} brings its own rank, alpha and targets; leave "
+            f"policy.adapter={policy.adapter} has its own rank, alpha and targets; leave "
             "out policy.lora"
         )
     if policy.adapter is not None and policy.random_init:
@@ -107,19 +105,19 @@ def _one_adapter(experiment: AnyExperiment) -> Iterator[str]:
         )
     if policy.lora is not None and not policy.lora.targets:
         yield (
-            "policy.lora.targets is empty, which leaves nothing to train: name at least one, "
+            "policy.lora.targets is empty, so no parameter is trained; set at least one target, "
             "such as q_proj"
         )
 
 
-def _no_offload_beside_adapter(experiment: AnyExperiment) -> Iterator[str]:
+def _no_offload_with_adapter(experiment: AnyExperiment) -> Iterator[str]:
     """The frozen weights of an adapter stay on the device, also as a reference."""
     policy, reference = experiment.policy, experiment.trainer.reference
     has_adapter = policy.lora is not None or policy.adapter is not None
     if has_adapter and reference is not None and reference.path == "initial" and reference.offload:
         yield (
-            "trainer.reference.offload=true would save nothing: with an adapter, the initial policy "
-            "is the frozen weights themselves; leave it out"
+            "trainer.reference.offload=true has no effect with an adapter, whose initial policy is "
+            "the frozen weights themselves; leave it out"
         )
 
 
@@ -139,14 +137,14 @@ def _signal(experiment: Experiment) -> Iterator[str]:
     alone = experiment.rollout.samples_per_group == 1 and not is_distilled
     if alone and isinstance(advantages, GroupNormalized | LeaveOneOut):
         yield (
-            "rollout.samples_per_group=1 leaves nothing to compare with under "
+            "rollout.samples_per_group=1 makes all advantages zero under "
             f"trainer.advantages={type(advantages).__name__}; set it to at least 2, or set "
             "trainer.advantages=BatchNormalized"
         )
     if experiment.engine.temperature == 0:
         yield (
-            "engine.temperature=0 samples the same answer again and again; training needs a "
-            "temperature above 0"
+            "engine.temperature=0 gives identical samples; set engine.temperature above 0 for "
+            "training"
         )
     if experiment.rewards.correct <= experiment.rewards.wrong:
         yield (
@@ -169,7 +167,7 @@ def _raw_rewards(experiment: AnyExperiment) -> Iterator[str]:
         )
     if isinstance(chosen, MultiTurn):
         yield (
-            "rewards.scale=raw has no wrong answer that workflow=MultiTurn could ask to correct; "
+            "rewards.scale=raw has no wrong answers, which workflow=MultiTurn asks to correct; "
             "set rewards.scale=unit"
         )
     if isinstance(experiment, Experiment):

@@ -104,7 +104,7 @@ class FineTuning(Setup):
     heldout_every_steps: int = chz.field(
         validator=NOT_NEGATIVE,
         default=50,
-        doc="updates between two measurements of loss and perplexity (for preferences, accuracy) on "
+        doc="updates between measurements of loss and perplexity (for preferences, accuracy) on "
         "eval_examples, also before the first and after the last; 0: none",
     )
 
@@ -138,7 +138,5 @@ AnyExperiment = Experiment | SFTExperiment | PreferenceExperiment
 
 
 def is_due(version: int, every_steps: int) -> bool:
-    """Whether something that happens every `every_steps` versions (0: never) happens at this
-    version.
-    """
+    """Return whether an action with an interval of `every_steps` (0: never) is due at a version."""
     return every_steps > 0 and version % every_steps == 0

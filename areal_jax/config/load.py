@@ -1,6 +1,7 @@
 """Find, read, override, check and write experiments.
 
-experiment = load_experiment("aime", ["rollout.max_staleness=8", "tasks=Files"])
+Example:
+    experiment = load_experiment("aime", ["rollout.max_staleness=8", "tasks=Files"])
 """
 
 from __future__ import annotations
@@ -55,8 +56,9 @@ def load_experiment(name_or_path: str, overrides: Sequence[str] = ()) -> AnyExpe
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
-    """Read the experiment that a run wrote to its config.json, with overrides. A setting that the
-    file lacks has its default.
+    """Read the experiment that a run wrote to its config.json, with overrides.
+
+    A setting that the file lacks has its default.
 
     Raises:
         ConfigError: the file is not a run's config.json, is of release 0.1, or has a setting that
@@ -90,7 +92,7 @@ def read_settings(text: str, source: str | None) -> AnyExperiment:
 
 
 def written_settings(experiment: AnyExperiment) -> str:
-    """All settings as text, flat and readable, in the form of config.json."""
+    """Format all settings as text, flat and readable, in the form of config.json."""
     header = {_VERSION_KEY: __version__, _CLASS_KEY: type(experiment).__name__}
     return json.dumps(header | to_json(experiment), indent=2, allow_nan=False) + "\n"
 
@@ -113,7 +115,7 @@ def _read(text: str, path: str, overrides: Sequence[str]) -> AnyExperiment:
     version = given.pop(_VERSION_KEY, "an unknown version")
     if str(version).startswith("0.1."):
         raise ConfigError(
-            f"{path} was written by areal_jax {version}, and this is {__version__}, which has other "
+            f"{path}: written by areal_jax {version}, expected {__version__}, which has other "
             f"settings; read it with release {version}: pip install 'areal-jax=={version}'"
         )
     try:
@@ -145,7 +147,7 @@ def write_config(experiment: AnyExperiment, path: Path, run_id: str | None = Non
 
 
 def read_plainly(path: Path) -> tuple[str | None, Mapping[str, Any]]:
-    """Run id and settings of a config.json, unchecked; None and empty where there is none."""
+    """Read run id and settings of a config.json, unchecked; None and empty if there is none."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -154,7 +156,7 @@ def read_plainly(path: Path) -> tuple[str | None, Mapping[str, Any]]:
 
 
 def experiment_names() -> list[str]:
-    """Names that `--exp` knows."""
+    """List the names that `--exp` accepts."""
     return sorted(path.stem for path in _experiments_folder().glob("*.py"))
 
 
@@ -176,7 +178,7 @@ def find_experiment(name_or_path: str) -> Path:
 
 
 def _experiments_folder() -> Path:
-    """The folder experiments/: inside the installed package, or beside it in a checkout."""
+    """Return the folder experiments/: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "experiments"
     return installed if installed.is_dir() else package.parent / "experiments"
@@ -220,17 +222,17 @@ def _resolved(cls: type[AnyExperiment], flat: Settings, overrides: Sequence[str]
 
 
 def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
-    """The experiment with the settings of a preset.
+    """Apply the settings of a preset to an experiment.
 
     Raises:
         ConfigError: there is no such preset; the message lists the names.
     """
     preset = PRESETS.get(name.lower())
     if preset is None:
-        raise ConfigError(f"no algorithm {name!r}; known are {', '.join(PRESETS)}")
+        raise ConfigError(f"expected an algorithm of {', '.join(PRESETS)}, found {name!r}")
     if not isinstance(experiment, Experiment):
         raise ConfigError(
-            f"algorithm={name} is for reinforcement learning, which {experiment.name} is not"
+            f"algorithm={name} needs reinforcement learning, and {experiment.name} is fine-tuning"
         )
     trainer = chz.replace(
         experiment.trainer,

@@ -58,7 +58,7 @@ Settings = dict[str, Setting]
 
 
 def subclasses(kind: type) -> Iterator[type]:
-    """All chz subclasses of `kind` that can be chosen, in order of definition; not ABCs."""
+    """Yield all chz subclasses of `kind` that can be chosen, in order of definition; no ABCs."""
     for below in kind.__subclasses__():
         if chz.is_chz(below):
             if ABC not in below.__bases__:
@@ -67,8 +67,10 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def choices_of(kind: Any) -> tuple[type, ...]:
-    """Classes whose records a field of this kind may hold: subclasses of a class, or an optional
-    class with its subclasses."""
+    """List the classes whose records a field of this kind may hold.
+
+    These are the subclasses of a class, or an optional class with its subclasses.
+    """
     if _may_be_none(kind):
         return tuple(
             choice
@@ -84,7 +86,7 @@ def _may_be_none(kind: Any) -> bool:
 
 
 def settings(config: object, prefix: str = "") -> Settings:
-    """All settings of a record, or of a class with its defaults, by dotted key."""
+    """List all settings of a record, or of a class with its defaults, by dotted key."""
     listed: Settings = {}
     for name, field in chz.chz_fields(config).items():
         key, kind = prefix + name, field.final_type
@@ -100,8 +102,10 @@ def settings(config: object, prefix: str = "") -> Settings:
 
 
 def reachable(listed: Settings, choice: str = "") -> Iterator[tuple[Setting, str]]:
-    """Yield every setting that some choices among classes bring, with these choices as overrides;
-    empty for the settings that are listed."""
+    """Yield every setting that exists under some choice among classes, with these choices.
+
+    The choices are overrides; they are empty for settings that are listed.
+    """
     yield from ((setting, choice) for setting in listed.values())
     for setting in listed.values():
         for each in setting.choices:
@@ -111,7 +115,7 @@ def reachable(listed: Settings, choice: str = "") -> Iterator[tuple[Setting, str
 
 
 def groups(config: object, prefix: str = "") -> dict[str, str]:
-    """Docs of all records inside a record, by dotted key."""
+    """List the docs of all records inside a record, by dotted key."""
     named: dict[str, str] = {}
     for name, field in chz.chz_fields(config).items():
         value = getattr(config, name) if not isinstance(config, type) else _default(field)
@@ -195,7 +199,7 @@ def build(cls: type[T], from_settings: Settings) -> T:
     for setting in from_settings.values():
         if setting.value is Required:
             raise ConfigError(
-                f"{setting.key} must be given: expected {kind_name(setting.kind)} ({setting.doc})"
+                f"{setting.key} is required: expected {kind_name(setting.kind)} ({setting.doc})"
             )
         if not setting.choices and not fits(setting.value, setting.kind):
             raise ConfigError(_mismatch(setting, setting.value))
@@ -264,7 +268,7 @@ def from_json(value: JSON, kind: Any) -> Any:
 
 
 def to_json(config: object) -> dict[str, JSON]:
-    """All settings of a record by dotted key; a choice is the name of its class."""
+    """Convert a record to settings by dotted key; a choice becomes the name of its class."""
     return {key: _jsonable(setting.value) for key, setting in settings(config).items()}
 
 
@@ -275,7 +279,7 @@ def _jsonable(value: Any) -> JSON:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of the kind. An int is a float; a bool or a not-finite number is not."""
+    """Return whether a value is of the kind; an int is a float, a bool or NaN is not."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(fits(value, arg) for arg in args)
@@ -289,7 +293,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def as_text(value: Any) -> str:
-    """A value as typed on the command line."""
+    """Format a value as typed on the command line."""
     if value is Required:
         return "(required)"
     if isinstance(value, tuple):
@@ -300,7 +304,7 @@ def as_text(value: Any) -> str:
 
 
 def kind_name(kind: Any) -> str:
-    """A kind as text: `int or none`, `one of train, heldout`."""
+    """Format a kind as text: `int or none`, `one of train, heldout`."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(kind_name(arg) for arg in args)
@@ -321,8 +325,7 @@ def _mismatch(setting: Setting, found: object) -> str:
 
 
 def _unknown(key: str, known: Settings) -> str:
-    """Message about an unknown key: the settings inside it, the class that has it, or similar
-    keys."""
+    """Describe an unknown key by the settings inside it, its class, or the closest names."""
     if inside := [other for other in known if other.startswith(key + ".")]:
         return f"{key} is a group of settings; set one of {', '.join(inside)}"
     parent, _, name = key.rpartition(".")
@@ -332,14 +335,14 @@ def _unknown(key: str, known: Settings) -> str:
         ]
         if having:
             given = " or ".join(f"{parent}={choice}" for choice in having)
-            return f"{key} is no setting of {parent}={known[parent].text()}; it needs {given}"
+            return f"{key} is not a setting of {parent}={known[parent].text()}; set {given}"
     close = similar(key, known)
     hint = f"did you mean {' or '.join(close)}?" if close else "--help=WORD searches all settings"
     return f"unknown setting {key}; {hint}"
 
 
 def similar(key: str, known: Settings) -> list[str]:
-    """Keys that an unknown one may mean: by another trainer's name, else the closest names."""
+    """List keys that an unknown key may mean: by another trainer's name, else the closest names."""
     name = key.rpartition(".")[2]
     exist = {setting.key for setting, _ in reachable(known)}
     by_alias = [alias for alias in ALIASES.get(name.lower(), ()) if alias in exist]

@@ -21,9 +21,9 @@ class RunCheckpoint:
     folder: Path
     """Run folder."""
     version: int | None
-    """None: the newest."""
+    """Version of the checkpoint; None for the newest."""
     seed: int
-    """The run's seed, of weights that are in no file."""
+    """Seed of the run, for weights that no file has."""
 
 
 class NamedPolicy(NamedTuple):
@@ -34,11 +34,11 @@ class NamedPolicy(NamedTuple):
 
 
 def named_policy(where: str, setting: str) -> NamedPolicy:
-    """Find a policy by run folder, RUN/checkpoints/VERSION, PEFT folder, Hugging Face folder or hub
-    name.
+    """Find a policy by run folder, RUN/checkpoints/VERSION, PEFT folder or Hugging Face name.
 
     Args:
-        setting: that gives `where`, for messages.
+        where: folder, or name on the Hugging Face hub.
+        setting: setting with the value `where`, for messages.
 
     Raises:
         ConfigError: there is none of these.
@@ -59,7 +59,7 @@ def named_policy(where: str, setting: str) -> NamedPolicy:
 
 
 def _run_of(where: str, setting: str) -> tuple[Path, int | None] | None:
-    """Folder and version of a run (None: the newest version); None where `where` is no run."""
+    """Return folder and version (None: the newest) of a run; None if `where` is no run."""
     folder = Path(where).expanduser()
     if holds_run(folder):
         return folder, None

@@ -13,7 +13,7 @@ CHOICES = {"trainer.loss.importance_weighting": {"NoCorrection": "Unweighted"}}
 
 
 def find_renamed(given: Mapping[str, Any]) -> Iterator[str]:
-    """Old names among given settings, each in a sentence with the new name."""
+    """Find old names among given settings, each as a sentence with the new name."""
     for key, value in given.items():
         old = next((old for old in KEYS if key == old or key.startswith(f"{old}.")), "")
         new_key = KEYS[old] + key.removeprefix(old) if old else key

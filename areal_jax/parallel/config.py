@@ -33,8 +33,8 @@ class PlacementConfig:
     train_fsdp: int | None = chz.field(
         validator=POSITIVE,
         default=None,
-        doc="train mesh: shards of parameters and batch (FSDP); none: devices / (expert x context x "
-        "tensor)",
+        doc="train mesh: shards of parameters and batch (FSDP); none: devices / (expert x context "
+        "x tensor)",
     )
     train_expert: int = chz.field(
         validator=POSITIVE,
@@ -44,8 +44,8 @@ class PlacementConfig:
     train_context: int = chz.field(
         validator=POSITIVE,
         default=1,
-        doc="train mesh: shards of the tokens of a row, for rows too long for one device; context x "
-        "tensor divides the heads",
+        doc="train mesh: shards of the tokens of a row, for rows too long for one device; the "
+        "number of heads must be divisible by context x tensor",
     )
     train_tensor: int = chz.field(
         validator=POSITIVE, default=1, doc="train mesh: shards of heads, MLP and vocabulary"
@@ -58,7 +58,7 @@ class PlacementConfig:
     engines: int = chz.field(
         validator=POSITIVE,
         default=1,
-        doc="number of decode engines with equal shares of rollout devices and slots; weight updates "
+        doc="number of decode engines with equal shares of rollout devices and slots; updates "
         "are rolling",
     )
     simulated_devices: int | None = chz.field(

@@ -100,7 +100,7 @@ def engine_meshes(rollout: Mesh, num_engines: int) -> list[Mesh]:
 
 
 def compute_dtype(name: Literal["auto", "float32", "bfloat16"], mesh: Mesh) -> jnp.dtype:
-    """Resolve the compute dtype of a policy on a mesh; auto: float32 on CPUs, bfloat16 elsewhere."""
+    """Return the compute dtype of a policy on a mesh; auto: float32 on CPUs, else bfloat16."""
     auto = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
     return jnp.dtype(name.replace("auto", auto))
 

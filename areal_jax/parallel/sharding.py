@@ -1,4 +1,4 @@
-"""Logical axes to mesh axes, one table per mesh; shardings, transfers and sizes that follow from it."""
+"""Logical axes to mesh axes, one table per mesh; shardings, transfers and array sizes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def specs(mesh: Mesh, axes: tuple[str | None, ...], tree: Any, rules: Rules) -> 
 def on_shards(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Apply a function to the shards of each device (shard_map); on one device, the function itself."""
+    """Apply a function to the shards of each device (shard_map), or directly on one device."""
     if mesh.size == 1:
         return function
     # Kernels do not declare over which axes their results vary.
@@ -145,7 +145,7 @@ def put_copy(tree: Any, placed: Any) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Convert arrays to numpy, complete in every process; all processes with the arrays call this."""
+    """Convert arrays to numpy, complete in every process; all their processes must call this."""
     if jax.process_count() > 1:
         tree = jax.tree.map(_replicate, tree)
     return jax.device_get(tree)
@@ -162,7 +162,7 @@ def batch_sharding(mesh: Mesh, shape: tuple[int, ...], rules: Rules) -> NamedSha
 
 
 def num_shards(mesh: Mesh, axis: str, rules: Rules) -> int:
-    """Number of shards of a logical axis whose size is divisible by it."""
+    """Return the number of shards of a logical axis whose size is divisible by it."""
     return math.prod(mesh.shape[name] for name in rules[axis])
 
 

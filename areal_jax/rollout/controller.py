@@ -1,8 +1,8 @@
-"""The rollout controller: takes tasks as the gate allows, runs a workflow for each, and puts
-finished groups into the buffer.
+"""The rollout controller: takes tasks, runs a workflow for each, and buffers finished groups.
 
-Running groups are replayed on resuming: a checkpoint holds the task and the completions of its
-generate calls. The workflow runs again, and its calls return the journaled completions.
+The gate admits tasks. Running groups are replayed on resuming: a checkpoint holds the task and the
+completions of its generate calls. The workflow runs again, and its calls return the journaled
+completions.
 """
 
 from __future__ import annotations
@@ -191,9 +191,7 @@ class RewardCalls:
 
 
 class Rollouts:
-    """The running groups of `run_rollouts`, with snapshots of all state between tasks and
-    trainer.
-    """
+    """The running groups of `run_rollouts`, and snapshots of all state between tasks and trainer."""
 
     def __init__(
         self,
@@ -424,8 +422,9 @@ class Rollouts:
         )
 
     def _is_within_bounds(self, samples: Sequence[Sample]) -> bool:
-        """Return whether a group's share of correct answers is within bounds (dynamic sampling of
-        DAPO, arXiv:2503.14476).
+        """Return whether a group's share of correct answers is within bounds.
+
+        This is the dynamic sampling of DAPO (arXiv:2503.14476).
         """
         above, below = self._config.success_rate_above, self._config.success_rate_below
         rate = sum(sample.grade == "correct" for sample in samples) / len(samples)
@@ -479,9 +478,7 @@ class Rollouts:
             self._feeder.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Fail the buffer if the feeder or a group ends unexpectedly: the trainer must not
-        wait.
-        """
+        """Fail the buffer if the feeder or a group ends unexpectedly, so that the trainer raises."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
         elif task.cancelled() and not self._closing:

@@ -1,5 +1,6 @@
-"""The staleness gate: limits how far generation runs ahead of training (AReaL, arXiv:2505.24298,
-equation 3).
+"""The staleness gate: limits how far generation runs ahead of training.
+
+AReaL, arXiv:2505.24298, equation 3.
 """
 
 from __future__ import annotations

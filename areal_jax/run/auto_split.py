@@ -23,7 +23,7 @@ from areal_jax.run.make_plan import make_plan
 from areal_jax.run.plan import Plan
 from areal_jax.run.start import start
 from areal_jax.sim.measured import StageTimes, stage_times
-from areal_jax.sim.planner import by_balance
+from areal_jax.sim.planner import rank_splits
 
 NUM_STEPS = 2
 
@@ -110,7 +110,7 @@ def best_split(plan: Plan, generate_s: float, train_s: float) -> Plan:
         ConfigError: no split is possible; the message has the reason of the best one.
     """
     num_devices, refusals = plan.train_mesh.size + plan.rollout_mesh.size, list[ConfigError]()
-    for rollout in by_balance(num_devices, generate_s, train_s):
+    for rollout in rank_splits(num_devices, generate_s, train_s):
         try:
             return make_plan(split_at(plan, rollout, num_devices - rollout))
         except ConfigError as refusal:

@@ -11,7 +11,7 @@ cache per token, and an engine or trainer of D devices:
 
 A step decodes N sequences with `context` tokens in all. A pair is a query and a key that it
 attends to. `passes` counts forward passes besides the update, which costs three: one for the
-proximal policy. `Packed` and `EvenSplit` say how long devices wait for each other.
+proximal policy. `Packed` and `EvenSplit` model how long devices wait for each other.
 """
 
 from __future__ import annotations

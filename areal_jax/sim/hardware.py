@@ -1,4 +1,4 @@
-"""Peaks from the data sheets of devices; `costs.Efficiency` says which share programs reach."""
+"""Data-sheet peaks of devices; `costs.Efficiency` has the shares that programs reach."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ def known_device(name: str) -> Device:
     for known, device in DEVICES.items():
         if known.lower() == name.lower():
             return device
-    raise ValueError(f"no device called {name!r} is known; known are {', '.join(DEVICES)}")
+    raise ValueError(f"expected a device of {', '.join(DEVICES)}, found {name!r}")

@@ -1,6 +1,4 @@
-"""Which split of a cluster trains fastest, what it gives, and what bounds it: found by simulating
-the candidates.
-"""
+"""Cluster planner: simulate candidate splits of a cluster, and choose the fastest."""
 
 from __future__ import annotations
 
@@ -18,35 +16,33 @@ from areal_jax.sim.lengths import LogNormal, capped_mean
 from areal_jax.sim.simulation import Cluster, Outcome, Workload, simulate
 
 MIN_SEQUENCES = 8
-"""An engine that holds fewer of the longest sequences reads its weights for too few of them."""
+"""Number of the longest sequences that an engine holds at least: fewer use its bandwidth badly."""
 
 WORTH_WIDENING = 1.02
-"""An engine over twice the devices has fewer engines beside it, and waits for its own links: it
-must be faster by so much."""
+"""Speed-up from which an engine is sharded over more devices than necessary."""
 
 NUM_UNITS = 16
-"""A cluster is split in sixteenths."""
+"""Granularity of splits: sixteenths of the cluster."""
 
 MIN_GROUPS = 64
-"""A simulated batch is cut down, with the cluster, to no fewer: averages over lengths must
-settle."""
+"""Minimum number of groups of a simulated batch, so that averages over lengths converge."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A split and what it gives."""
+    """A split and its simulated speed."""
 
     rollout_devices: int
     train_devices: int
     devices_per_engine: int
     outcome: Outcome
     tokens_per_s: float
-    """Trained on by the whole cluster."""
+    """Trained tokens per second of the whole cluster."""
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """An answer to a question."""
+    """Result of the planner: the candidates, and the fastest of them."""
 
     question: ClusterQuestion
     model: ModelConfig
@@ -58,11 +54,11 @@ class ClusterPlan:
 
     @property
     def hours(self) -> float:
-        """Of the steps that were asked for."""
+        """Hours for the requested number of steps."""
         return self.question.steps * self.best.outcome.step_s / 3600
 
     def bound(self) -> str:
-        """What would have to be faster for all to be faster."""
+        """Describe the bottleneck."""
         outcome = self.best.outcome
         shares = outcome.shares
         if outcome.trainer_waits < 0.1:
@@ -73,16 +69,16 @@ class ClusterPlan:
                 f"max_staleness={self.question.max_staleness}: engines idle "
                 f"{shares['idle']:.0%} of their time, {waits}"
             )
-        beside = {
+        other_shares = {
             cause: share for cause, share in shares.items() if cause not in ("decode", "idle")
         }
-        cause, share = max(beside.items(), key=lambda item: item[1], default=("", 0.0))
+        cause, share = max(other_shares.items(), key=lambda item: item[1], default=("", 0.0))
         return f"generation: {waits}" + (
             f"; {share:.0%} of the engines' time is {cause}" if share > 0.05 else ""
         )
 
     def text(self) -> str:
-        """All of it, a line each."""
+        """Format the plan, one property per line."""
         question, best = self.question, self.best
         tensor, engine = (
             best.devices_per_engine,
@@ -95,21 +91,21 @@ class ClusterPlan:
             ("cluster", f"{question.devices} x {question.device}"),
             (
                 "split",
-                f"{best.rollout_devices} decode in {best.rollout_devices // tensor} engines of "
-                f"{tensor}, {best.train_devices} train",
+                f"{best.rollout_devices} rollout devices in {best.rollout_devices // tensor} engines of "
+                f"{tensor}, {best.train_devices} train devices",
             ),
             (
                 "memory",
                 (
-                    f"{engine.kv_tokens:,} tokens of KV caches an engine; {trainer / 1e9:,.1f} GB "
-                    "of state a train device"
+                    f"KV cache of {engine.kv_tokens:,} tokens per engine; {trainer / 1e9:,.1f} GB "
+                    "of state per train device"
                 ),
             ),
             (
                 "speed",
                 (
                     f"{best.tokens_per_s:,.0f} tokens trained per second, "
-                    f"{best.outcome.step_s:,.0f} s a step"
+                    f"{best.outcome.step_s:,.0f} s per step"
                 ),
             ),
             ("time", f"{self.hours:,.1f} hours for {question.steps} steps"),
@@ -124,31 +120,36 @@ class ClusterPlan:
             (
                 "synchronous",
                 f"{self.synchronous.tokens_per_s:,.0f} tokens/s at best "
-                f"({self.synchronous.rollout_devices} decode, "
-                f"{self.synchronous.train_devices} train): {gain:.2f} times slower",
+                f"({self.synchronous.rollout_devices} rollout and "
+                f"{self.synchronous.train_devices} train devices): {gain:.2f} times slower",
             ),
         )
         return "\n".join(f"{name:<12}  {line}" for name, line in lines)
 
 
 def plan_cluster(question: ClusterQuestion, model: ModelConfig) -> ClusterPlan:
-    """The best split for a question about `model`. ConfigError, with the numbers, where none can
-    be.
+    """Find the fastest split for a model on a cluster.
+
+    Raises:
+        ConfigError: no split is possible; the message has the numbers.
     """
-    if problems := list(impossible(question, model)):
+    if problems := list(find_obstacles(question, model)):
         raise ConfigError("\n".join(problems))
     device, tensor = known_device(question.device), engine_size(question, model)
-    splits = _splits(question, model, tensor)
+    splits = _list_splits(question, model, tensor)
     candidates = tuple(
-        _simulated(question, model, rollout, tensor, question.max_staleness) for rollout in splits
+        _simulate_split(question, model, rollout, tensor, question.max_staleness)
+        for rollout in splits
     )
     best = max(candidates, key=lambda candidate: candidate.tokens_per_s)
-    for wider in _wider(question, best):
-        found = _simulated(question, model, best.rollout_devices, wider, question.max_staleness)
+    for wider in _list_wider_engines(question, best):
+        found = _simulate_split(
+            question, model, best.rollout_devices, wider, question.max_staleness
+        )
         if found.tokens_per_s > WORTH_WIDENING * best.tokens_per_s:
             best = found
     turns = (
-        [_simulated(question, model, rollout, tensor, 0) for rollout in splits]
+        [_simulate_split(question, model, rollout, tensor, 0) for rollout in splits]
         if question.max_staleness != 0
         else candidates
     )
@@ -156,8 +157,8 @@ def plan_cluster(question: ClusterQuestion, model: ModelConfig) -> ClusterPlan:
     return ClusterPlan(question, model, device, candidates, best, synchronous)
 
 
-def impossible(question: ClusterQuestion, model: ModelConfig) -> Iterator[str]:
-    """Why a question has no answer, each in a sentence with the numbers; nothing where it has."""
+def find_obstacles(question: ClusterQuestion, model: ModelConfig) -> Iterator[str]:
+    """Find the reasons why no plan exists, each as a sentence with the numbers."""
     counts = (
         "devices",
         "context",
@@ -182,10 +183,10 @@ def impossible(question: ClusterQuestion, model: ModelConfig) -> Iterator[str]:
         if (getattr(question, name) or 0) < 0
     ]
     if wrong:
-        came = ", ".join(f"{name}={getattr(question, name)}" for name in wrong)
+        found = ", ".join(f"{name}={getattr(question, name)}" for name in wrong)
         yield (
-            "expected counts of at least 1, shares between 0 and 1 and nothing below 0; came "
-            f"{came}"
+            "expected counts of at least 1, shares between 0 and 1 and no negative value; found "
+            f"{found}"
         )
         return
     try:
@@ -195,8 +196,8 @@ def impossible(question: ClusterQuestion, model: ModelConfig) -> Iterator[str]:
         return
     if question.context <= question.prompt_tokens:
         yield (
-            f"context={question.context} leaves not enough resources for an answer behind "
-            f"prompt_tokens={question.prompt_tokens}"
+            f"expected context to be above prompt_tokens={question.prompt_tokens}, found "
+            f"context={question.context}; raise context or lower prompt_tokens"
         )
         return
     name, positions = question.model, model.max_position_embeddings
@@ -207,31 +208,30 @@ def impossible(question: ClusterQuestion, model: ModelConfig) -> Iterator[str]:
     if tensor > device.per_host or engine.kv_tokens < question.context:
         yield (
             f"an engine of {tensor} x {question.device} ({size:,.0f} GB) cannot hold model={name}: "
-            f"weights of {engine.weight_bytes / 1e9:,.1f} GB leave room for "
-            f"{max(0, engine.kv_tokens):,} tokens of KV caches, a sequence of "
-            f"context={question.context} needs as many; at most {device.per_host} devices are near "
-            "enough to be one engine"
+            f"beside weights of {engine.weight_bytes / 1e9:,.1f} GB, the KV cache holds "
+            f"{max(0, engine.kv_tokens):,} tokens, expected at least context={question.context}; "
+            f"an engine has at most {device.per_host} devices, those with fast links"
         )
         return
     need, rollout = trainer_size(model, device), question.rollout_devices
     if rollout is not None and not tensor <= rollout < question.devices:
         yield (
             f"rollout_devices={rollout} of devices={question.devices}: expected at least the "
-            f"{tensor} of an engine, and some left to train"
+            f"{tensor} of an engine, and some for training"
         )
     elif rollout is not None and rollout % tensor:
         yield f"rollout_devices={rollout} does not divide into engines of {tensor} devices"
     elif question.devices - (rollout or tensor) < need:
         state = BYTES_PER_TRAINED_WEIGHT * model.num_params / 1e9
         yield (
-            f"devices={question.devices} are too few for model={name}: {rollout or tensor} decode, "
-            f"and training needs at least {need} x {question.device} for {state:,.0f} GB of "
-            "parameters, gradients and moments beside activations"
+            f"devices={question.devices} are too few for model={name}: expected {rollout or tensor} "
+            f"rollout devices and at least {need} x {question.device} for {state:,.0f} GB of "
+            "parameters, gradients and moments, besides activations"
         )
 
 
 def engine_size(question: ClusterQuestion, model: ModelConfig) -> int:
-    """Over how many devices an engine is cut."""
+    """Return the number of devices that an engine is sharded over."""
     if question.devices_per_engine is not None:
         return question.devices_per_engine
     device, size = known_device(question.device), 1
@@ -244,17 +244,22 @@ def engine_size(question: ClusterQuestion, model: ModelConfig) -> int:
 
 
 def trainer_size(model: ModelConfig, device: Device) -> int:
-    """The fewest devices that can train."""
+    """Return the smallest number of devices that can train."""
     size = 1
     while not TrainerCosts(model, device, size).fits:
         size += 1
     return size
 
 
-def by_balance(devices: int, generate_s: float, train_s: float) -> list[int]:
-    """How many of the devices decode, of every split, best first: by what the slower side takes for
-    a batch, given the device-seconds of generating it and of training on it. Best is about `devices
-    * generate_s / (generate_s + train_s)`.
+def rank_splits(devices: int, generate_s: float, train_s: float) -> list[int]:
+    """Rank the numbers of rollout devices by the time of the slower side per batch, best first.
+
+    The best is about `devices * generate_s / (generate_s + train_s)`.
+
+    Args:
+        devices: number of all devices.
+        generate_s: device-seconds of generating a batch.
+        train_s: device-seconds of training on it.
     """
     return sorted(
         range(1, devices),
@@ -262,12 +267,10 @@ def by_balance(devices: int, generate_s: float, train_s: float) -> list[int]:
     )
 
 
-def stage_seconds(
+def estimate_stage_seconds(
     question: ClusterQuestion, model: ModelConfig, tensor: int
 ) -> tuple[float, float]:
-    """Device-seconds of generating a batch in full engines, and of training on it, in closed
-    form.
-    """
+    """Estimate the device-seconds of generating a batch in full engines, and of training on it."""
     device, efficiency, longest = (
         known_device(question.device),
         _efficiency(question),
@@ -289,19 +292,17 @@ def stage_seconds(
     return generate_s, one.train_tokens_s(samples * length, samples * length**2 / 2)
 
 
-def _splits(question: ClusterQuestion, model: ModelConfig, tensor: int) -> list[int]:
-    """Rollout devices of the splits to simulate: the one asked for, or some around the balanced
-    one.
-    """
+def _list_splits(question: ClusterQuestion, model: ModelConfig, tensor: int) -> list[int]:
+    """List the numbers of rollout devices to simulate: the given one, or those around the balance."""
     if question.rollout_devices is not None:
         return [question.rollout_devices]
     need = trainer_size(model, known_device(question.device))
     unit = max(tensor, question.devices // NUM_UNITS // tensor * tensor)
-    generate_s, train_s = stage_seconds(question, model, tensor)
+    generate_s, train_s = estimate_stage_seconds(question, model, tensor)
     most = question.devices - need
     whole = (
         rollout
-        for rollout in by_balance(question.devices, generate_s, train_s)
+        for rollout in rank_splits(question.devices, generate_s, train_s)
         if rollout % unit == 0 and rollout <= most
     )
     middle = next(whole, most // tensor * tensor)
@@ -309,10 +310,8 @@ def _splits(question: ClusterQuestion, model: ModelConfig, tensor: int) -> list[
     return [rollout for rollout in around if tensor <= rollout <= most]
 
 
-def _wider(question: ClusterQuestion, best: Candidate) -> list[int]:
-    """Numbers of devices that an engine may be cut over beside the fewest, unless one was asked
-    for.
-    """
+def _list_wider_engines(question: ClusterQuestion, best: Candidate) -> list[int]:
+    """List larger numbers of devices per engine to try; empty if the number is given."""
     most = (
         0
         if question.devices_per_engine
@@ -326,14 +325,14 @@ def _wider(question: ClusterQuestion, best: Candidate) -> list[int]:
     ]
 
 
-def _simulated(
+def _simulate_split(
     question: ClusterQuestion,
     model: ModelConfig,
     rollout: int,
     tensor: int,
     max_staleness: int | None,
 ) -> Candidate:
-    """A split, simulated on a part of the cluster that is as large a part of the batch."""
+    """Simulate a split with cluster and batch scaled down by the same factor."""
     train = question.devices - rollout
     shrink = max(1, question.groups_per_batch // MIN_GROUPS)
     while math.gcd(rollout // tensor, train) % shrink or question.groups_per_batch % shrink:
@@ -347,13 +346,13 @@ def _simulated(
         train // shrink,
         tensor,
         efficiency=_efficiency(question),
-        # As many slots a device, over however many an engine is cut.
+        # Slots per device are constant, whatever the number of devices per engine.
         behavior=EngineBehavior(
             slots, question.on_update, tokens_per_entry=max(1, question.context // 256)
         ),
     )
-    # As many as fill the slots, and a batch at least: engines must not run dry for want of groups.
-    seats = slots * cluster.num_engines // question.samples_per_group
+    # Groups that fill all slots, twice, and at least a batch, so that no engine is idle.
+    filling = slots * cluster.num_engines // question.samples_per_group
     workload = Workload(
         _lengths(question),
         question.context - question.prompt_tokens,
@@ -361,7 +360,7 @@ def _simulated(
         groups,
         question.samples_per_group,
         max_staleness,
-        max_running_groups=max(groups, 2 * seats),
+        max_running_groups=max(groups, 2 * filling),
     )
     if max_staleness == 0:
         outcome = simulate(cluster, workload, num_steps=3, first_counted=1)

@@ -1,21 +1,21 @@
-"""Measure one GRPO step of TRL on CPUs: `GRPOTrainer`, generation by transformers, the workload of
-`workload.py`.
+"""Measure one GRPO step of TRL on CPUs, with the workload of `workload.py`.
 
-Environment (Python 3.11; torch first, so that its CPU build is the one taken):
+`GRPOTrainer` generates with transformers. Environment (Python 3.11; torch first, so that its CPU
+build is installed):
 
     python -m venv trl-env
     trl-env/bin/pip install torch==2.13.0
     trl-env/bin/pip install trl==1.16.0
 
-Run on two cores, otherwise idle:
+Run on two idle cores:
 
     taskset -c 0,1 trl-env/bin/python benchmarks/peers/trl_rl_step.py
 
 Prints one JSON line. On two cores of an AMD EPYC (AVX-512), 12 steps gave 6 237 rollout and 11 969
-training tokens/s and 1.83 steps/s. The rollout is `_generate_single_turn`; training runs from the
-prepared batch to the end of the optimiser's step; the reward and the batch's assembly lie between
-and count in `step_s` alone. An idle step costs 0.8 CPU seconds: several times that means that
-OpenMP's threads spun while others held the cores, and the run is void.
+training tokens/s and 1.83 steps/s. The rollout is `_generate_single_turn`; training is
+measured from the prepared batch to the end of the optimizer step; reward and batch assembly count
+in `step_s` only. An idle step costs 0.8 CPU seconds: with several times that, OpenMP's threads were spinning
+while other processes had the cores, and the run is invalid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class MeasuredTrainer(GRPOTrainer):
-    """`GRPOTrainer` that tells a clock when its rollout ended and when its training part began."""
+    """`GRPOTrainer` that records the end of its rollout and the start of training."""
 
     def __init__(self, *args, clock: workload.StepClock, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -52,7 +52,7 @@ class MeasuredTrainer(GRPOTrainer):
 
 
 class EndOfStep(TrainerCallback):
-    """Closes the clock's step once the optimiser has updated the weights."""
+    """Records the end of a step after the optimizer update."""
 
     def __init__(self, trainer: MeasuredTrainer) -> None:
         self.trainer = trainer
@@ -80,7 +80,7 @@ def make_policy() -> Qwen2ForCausalLM:
 
 
 def main() -> None:
-    """Train for the asked number of steps and print the JSON line."""
+    """Train for the given number of steps and print the JSON line."""
     warmup_steps, steps = workload.parse_steps(__doc__ or "")
     torch.set_num_threads(workload.num_threads())
     num_updates = warmup_steps + steps
@@ -113,7 +113,7 @@ def main() -> None:
             processing_class=workload.make_tokenizer(),
             clock=workload.StepClock(),
         )
-        trainer.remove_callback(PrinterCallback)  # standard output is the JSON line's alone
+        trainer.remove_callback(PrinterCallback)  # standard output has the JSON line only
         trainer.add_callback(EndOfStep(trainer))
         trainer.train()
     num_params = sum(p.numel() for p in policy.parameters())

@@ -1,19 +1,18 @@
-"""Measure one GRPO step of Tunix on CPUs: `GRPOLearner`, rollout and training on one mesh, the
-workload of `workload.py`.
+"""Measure one GRPO step of Tunix on CPUs, with the workload of `workload.py`.
 
-Environment (Python 3.11):
+`GRPOLearner`, with rollout and training on one mesh. Environment (Python 3.11):
 
     python -m venv tunix-env
     tunix-env/bin/pip install google-tunix==0.1.7 jax==0.10.2
 
-Run on two cores, otherwise idle:
+Run on two idle cores:
 
     taskset -c 0,1 tunix-env/bin/python benchmarks/peers/tunix_rl_step.py
 
 Prints one JSON line. On two cores of an AMD EPYC (AVX-512), 12 steps gave 11 919 rollout and 8 560
 training tokens/s and 2.10 steps/s. The rollout is `RLCluster.generate`; training is
-`RLCluster.update_actor`, until the new weights are there; the reward and the batch's assembly lie
-between and count in `step_s` alone.
+`RLCluster.update_actor`, until the new weights are computed; reward and batch assembly count in
+`step_s` only.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 
 class MeasuredCluster(RLCluster):
-    """`RLCluster` that tells a clock when its rollout and its update ended."""
+    """`RLCluster` that records the end of its rollout and of its update."""
 
     def __init__(self, *, clock: workload.StepClock, **kwargs) -> None:
         super().__init__(**kwargs)
@@ -50,7 +49,7 @@ class MeasuredCluster(RLCluster):
     def update_actor(self, *args, **kwargs) -> None:
         began_s = time.perf_counter()
         super().update_actor(*args, **kwargs)
-        # JAX returns before the work is done: without this wait the update would be charged to the
+        # JAX dispatches asynchronously: without this wait the update would count as part of the
         # next rollout.
         jax.block_until_ready(nnx.state(self.actor_trainer.model))
         self.clock.end_step(time.perf_counter() - began_s)
@@ -74,7 +73,7 @@ def make_policy() -> Qwen2:
 
 
 def main() -> None:
-    """Train for the asked number of steps and print the JSON line."""
+    """Train for the given number of steps and print the JSON line."""
     warmup_steps, steps = workload.parse_steps(__doc__ or "")
     num_updates = warmup_steps + steps
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1), ("fsdp", "tp"))

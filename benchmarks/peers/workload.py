@@ -1,8 +1,7 @@
-"""The work every peer is given: one GRPO update of a tiny Qwen2 on 8 prompts x 4 samples, in token
-ids spelled as words.
+"""Workload of all peers: a GRPO update of a tiny Qwen2 on 8 prompts x 4 samples.
 
-Read by the scripts beside it, each in an environment of its own; needs only transformers and
-tokenizers.
+Token ids are spelled as words. The peer scripts import this module, each in its own environment;
+it needs only transformers and tokenizers.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from statistics import median
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-# The policy: Qwen2, fp32, untied, weights drawn at random.
+# The policy: Qwen2, float32, untied, random weights.
 NUM_LAYERS = 4
 HIDDEN_SIZE = 128
 NUM_HEADS = 4
@@ -29,7 +28,7 @@ VOCAB_SIZE = 512
 ROPE_THETA = 10_000
 RMS_NORM_EPS = 1e-6
 
-# The batch: one optimiser update each.
+# The batch, of one optimizer update.
 NUM_PROMPTS = 8
 SAMPLES_PER_PROMPT = 4
 NUM_SEQUENCES = NUM_PROMPTS * SAMPLES_PER_PROMPT
@@ -47,30 +46,28 @@ def parse_steps(description: str) -> tuple[int, int]:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--warmup-steps", type=int, default=5, help="updates before the clock counts; at least 1"
+        "--warmup-steps", type=int, default=5, help="number of warm-up updates, at least 1"
     )
-    parser.add_argument("--steps", type=int, default=40, help="updates that are measured")
+    parser.add_argument("--steps", type=int, default=40, help="number of measured updates")
     args = parser.parse_args()
     if args.warmup_steps < 1 or args.steps < 1:
         parser.error(
-            f"--warmup-steps and --steps must be at least 1, came {args.warmup_steps} and "
+            f"--warmup-steps and --steps must be at least 1, found {args.warmup_steps} and "
             f"{args.steps}"
         )
     return args.warmup_steps, args.steps
 
 
 def num_threads() -> int:
-    """CPUs that this process may use: `taskset` decides, so that every peer is held by the same
-    fence.
-    """
+    """Return the number of CPUs that this process may use, as set by `taskset`."""
     return len(os.sched_getaffinity(0))
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Spell token id i as the word `i`.
+    """Make a tokenizer that spells token id i as the word `i`.
 
-    Padding and end of sequence lie outside the model's vocabulary: they can never be drawn, so
-    every sample has exactly NEW_TOKENS tokens and no logits processor is needed to force it.
+    Padding and end of sequence are outside the model's vocabulary and never sampled, so that every
+    sample has exactly NEW_TOKENS tokens without a logits processor.
     """
     vocab = {str(i): i for i in range(VOCAB_SIZE)} | {"<pad>": VOCAB_SIZE, "<eos>": VOCAB_SIZE + 1}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
@@ -79,7 +76,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_prompts(num_batches: int) -> list[list[str]]:
-    """Draw `num_batches` batches of prompts, PROMPT_TOKENS words each, the same in every run."""
+    """Sample `num_batches` batches of prompts of PROMPT_TOKENS words, the same in every run."""
     rng = random.Random(0)
     words = [str(i) for i in range(VOCAB_SIZE)]
     return [
@@ -97,9 +94,7 @@ def share_of_low_ids(
 
 
 class StepClock:
-    """Seconds of each update: the rollout's, the training's, the whole step's, and the CPU seconds
-    of all threads.
-    """
+    """Seconds of each update: rollout, training, whole step, and CPU time of all threads."""
 
     def __init__(self) -> None:
         self.rollout_s: list[float] = []
@@ -109,20 +104,20 @@ class StepClock:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def end_rollout(self, seconds: float, completion_lengths: Sequence[int]) -> None:
-        """Note one rollout; ValueError unless it drew NUM_SEQUENCES completions of NEW_TOKENS
-        tokens.
+        """Record a rollout.
+
+        Raises:
+            ValueError: it has not NUM_SEQUENCES completions of NEW_TOKENS tokens.
         """
         if list(completion_lengths) != [NEW_TOKENS] * NUM_SEQUENCES:
             raise ValueError(
-                f"expected {NUM_SEQUENCES} completions of {NEW_TOKENS} tokens, came lengths "
+                f"expected {NUM_SEQUENCES} completions of {NEW_TOKENS} tokens, found lengths "
                 f"{list(completion_lengths)}"
             )
         self.rollout_s.append(seconds)
 
     def end_step(self, train_s: float) -> None:
-        """Note the training part; the step runs from the end of the previous one, data and logging
-        included.
-        """
+        """Record the training part; a step includes data and logging since the previous one."""
         wall, cpu = time.perf_counter(), time.process_time()
         self.train_s.append(train_s)
         self.step_s.append(wall - self._wall)

@@ -32,7 +32,7 @@ def test_weights_come_after_every_so_many_tokens_and_go_to_and_fro() -> None:
     shelf = Shelf(arrivals, 0)
     assert shelf.newest(0) is None
     for end_s in range(3):
-        arrivals.tell("dispatch", 0.0, end_s, {"tokens": TOKENS_PER_VERSION // 2})
+        arrivals.record("dispatch", 0.0, end_s, {"tokens": TOKENS_PER_VERSION // 2})
     newest = shelf.newest(0)
     assert (
         newest is not None

@@ -49,25 +49,25 @@ def broken(folder: Path, corrupt: Callable[[Rows, Rows], object]) -> list[str]:
     ("corrupt", "laws"),
     [
         (lambda rows, sampled: None, []),
-        (lambda rows, sampled: rows.pop(0), ["every step was made once"]),
-        (lambda rows, sampled: sampled.pop(), ["every step has its samples"]),
+        (lambda rows, sampled: rows.pop(0), ["no step is missing or repeated"]),
+        (lambda rows, sampled: sampled.pop(), ["every step has all its samples"]),
         (
             lambda rows, sampled: [row.update(group=0, task="task-0") for row in sampled[2:4]],
-            ["no group was trained on twice"],
+            ["no group is trained on twice"],
         ),
         (
             lambda rows, sampled: [row.update(task="task-0") for row in sampled],
-            ["no task came twice"],
+            ["no task is repeated"],
         ),
         (
             lambda rows, sampled: rows[-1].update({"rollout/accepted": 3}),
-            ["what was started is running or has ended"],
+            ["started groups are running or finished"],
         ),
-        (lambda rows, sampled: rows[-1].update({"rollout/buffered": 1}), ["no group was lost"]),
+        (lambda rows, sampled: rows[-1].update({"rollout/buffered": 1}), ["no group is missing"]),
         (lambda rows, sampled: sampled[-1].update(versions=[-1, -1, 2]), ["no token is too old"]),
         (
             lambda rows, sampled: sampled[0].update(version=2, stale=[1, 2]),
-            ["every step has its samples"],
+            ["every step has all its samples"],
         ),
     ],
 )

@@ -39,7 +39,7 @@ def test_a_plan_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
             "model=gpt-5: expected the name of a known policy (qwen2.5-0.5b",
         ),
         (["model=qwen2.5-32b", *SMALL], "devices=3 are too few for model=qwen2.5-32b"),
-        (["model=qwen2.5-0.5b", *SMALL, "median_length=-5"], "came median_length=-5"),
+        (["model=qwen2.5-0.5b", *SMALL, "median_length=-5"], "found median_length=-5"),
         (["model=qwen2.5-0.5b", "devices=many"], "devices=many: expected int"),
         (["model=qwen2.5-0.5b", *SMALL, "gpus=3"], "unknown setting gpus"),
     ],

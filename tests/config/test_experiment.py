@@ -225,14 +225,14 @@ def test_reference_has_a_kl_penalty_with_a_gradient(
         load_experiment("aime", ["algorithm=grpo", "trainer.reference=none"]).trainer.reference
         is None
     )
-    with pytest.raises(ConfigError, match=r"trainer\.reference\.offload=true would save nothing"):
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.offload=true has no effect"):
         load_experiment("aime", ["policy.lora.rank=2", "trainer.reference.offload=true"])
     with pytest.raises(ConfigError, match="has no effect in fine-tuning"):
         load_experiment("tiny_sft", ["trainer.reference.path=initial"])
 
 
 def test_a_teacher_must_be_named_and_is_signal_enough() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.teacher\.path must be given"):
+    with pytest.raises(ConfigError, match=r"trainer\.teacher\.path is required"):
         load_experiment("aime", ["trainer.teacher.weight=2"])
     lone = ["rollout.samples_per_group=1", "trainer.teacher.path=embedded"]
     assert load_experiment("aime", lone).trainer.teacher == Teacher(path="embedded")
@@ -271,9 +271,11 @@ def test_an_unknown_algorithm_is_answered_with_the_known_ones() -> None:
     assert load_experiment("aime", ["algorithm=GRPO"]) == load_experiment(
         "aime", ["algorithm=grpo"]
     )
-    with pytest.raises(ConfigError, match="no algorithm 'grppo'; known are areal, grpo"):
+    with pytest.raises(ConfigError, match=r"expected an algorithm of areal, grpo.*, found 'grppo'"):
         load_experiment("aime", ["algorithm=grppo"])
-    with pytest.raises(ConfigError, match="which tiny_sft is not"):
+    with pytest.raises(
+        ConfigError, match="needs reinforcement learning, and tiny_sft is fine-tuning"
+    ):
         load_experiment("tiny_sft", ["algorithm=grpo"])
     with pytest.raises(
         ConfigError, match=r"rollout\.success_rate_above=0\.5 and rollout\.success_rate_below=0\.5"
@@ -304,7 +306,7 @@ def test_a_record_may_be_left_out_and_a_setting_inside_brings_it(tmp_path: Path)
     assert json.loads(path.read_text())["policy.lora"] == "LoRA"
     assert read_config(path) == experiment
     assert read_config(path, ["policy.lora=none"]) == load_experiment("aime")
-    assert "it needs policy.lora=LoRA" in refusal("policy.lora=none", "policy.lora.rank=4")
+    assert "set policy.lora=LoRA" in refusal("policy.lora=none", "policy.lora.rank=4")
 
 
 def test_the_same_class_again_keeps_what_the_experiment_set() -> None:
@@ -325,11 +327,11 @@ def test_the_same_class_again_keeps_what_the_experiment_set() -> None:
         ),
         ("groups_per_batch=3", ["rollout.groups_per_batch"]),
         ("qqq=3", ["unknown setting qqq", "--help"]),
-        ("tasks.path=x", ["no setting of tasks=Synthetic", "tasks=Files"]),
+        ("tasks.path=x", ["not a setting of tasks=Synthetic", "tasks=Files"]),
         ("engine=3", ["group of settings", "engine.num_slots"]),
         ("tasks=File", ["tasks=File", "one of Synthetic, Exercises, Files, Hub"]),
         ("tasks=TaskSource", ["one of Synthetic, Exercises, Files, Hub"]),
-        ("tasks=Files", ["tasks.path must be given", "str"]),
+        ("tasks=Files", ["tasks.path is required", "str"]),
         ("seed=ten", ["seed=ten", "expected int", "'ten'"]),
         ("seed=1.5", ["seed=1.5", "expected int"]),
         ("seed=none", ["seed=none", "expected int"]),
@@ -431,7 +433,7 @@ def test_wrong_overrides_are_refused_with_a_hint(override: str, said: list[str])
         (["rewards.max_consecutive_failures=0"], ["rewards.max_consecutive_failures=0", "above 0"]),
         (
             ["workflow.max_turns=2"],
-            ["workflow.max_turns is no setting of workflow=SingleTurn", "workflow=MultiTurn"],
+            ["workflow.max_turns is not a setting of workflow=SingleTurn", "workflow=MultiTurn"],
         ),
     ],
 )
@@ -453,7 +455,7 @@ def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> Non
         (["loss.label_smoothing=0.5"], ["loss.label_smoothing=0.5", "less than 0.5"]),
         (
             ["loss=IPO", "loss.label_smoothing=0.1"],
-            ["loss.label_smoothing is no setting of loss=IPO; it needs loss=DPO"],
+            ["loss.label_smoothing is not a setting of loss=IPO; set loss=DPO"],
         ),
         (["loss=PPO"], ["loss=PPO", "one of DPO, IPO, BradleyTerry"]),
         (
@@ -616,7 +618,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
             '{"areal_jax.experiment": "Experiment", "name": "x", "num_steps": 1, "seed": true}',
             "seed=true: expected int",
         ),
-        ('{"areal_jax.experiment": "Experiment", "name": "x"}', "num_steps must be given"),
+        ('{"areal_jax.experiment": "Experiment", "name": "x"}', "num_steps is required"),
     ],
 )
 def test_a_wrong_config_json_is_refused(content: str | None, said: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from areal_jax.models.known import known_shape
 from areal_jax.sim.config import ClusterQuestion
 from areal_jax.sim.costs import EngineCosts
 from areal_jax.sim.hardware import DEVICES
-from areal_jax.sim.planner import by_balance, engine_size, plan_cluster, trainer_size
+from areal_jax.sim.planner import engine_size, plan_cluster, rank_splits, trainer_size
 
 
 def ask(**settings: object) -> ClusterQuestion:
@@ -22,14 +22,14 @@ def ask(**settings: object) -> ClusterQuestion:
         # 32.8 B parameters in 16-bit on 0.9 · 2 · 80 GB.
         (
             {"model": "qwen2.5-32b", "device": "TPU v5e", "devices_per_engine": 2},
-            r"2 x TPU v5e \(32 GB\).*65\.5 GB leave room for 0",
+            r"2 x TPU v5e \(32 GB\).*65\.5 GB, the KV cache holds 0",
         ),
         (
             {"model": "qwen3-30b-a3b", "device": "TPU v5e", "devices_per_engine": 16},
             "at most 8 devices",
         ),
         ({"rollout_devices": 80}, "rollout_devices=80 of devices=64"),
-        ({"rollout_devices": 64}, "rollout_devices=64 of devices=64: .* some left to train"),
+        ({"rollout_devices": 64}, "rollout_devices=64 of devices=64: .* some for training"),
         (
             {"rollout_devices": 9, "devices_per_engine": 2},
             "rollout_devices=9 does not divide into engines of 2",
@@ -37,7 +37,7 @@ def ask(**settings: object) -> ClusterQuestion:
         # 16 · 7.6 GB = 122 GB in 0.65 · 80 GB each: 3 train.
         (
             {"devices": 3},
-            "devices=3 are too few .* 1 decode, and training needs at least 3 x H100 for 122 GB",
+            "devices=3 are too few .* 1 rollout devices and at least 3 x H100 for 122 GB",
         ),
         (
             {"context": 100_000},
@@ -45,10 +45,10 @@ def ask(**settings: object) -> ClusterQuestion:
         ),
         (
             {"context": 150},
-            "context=150 leaves not enough resources for an answer behind prompt_tokens=200",
+            "expected context to be above prompt_tokens=200, found context=150",
         ),
-        ({"device": "abacus"}, "no device called 'abacus' is known; known are A100, H100"),
-        ({"devices": 0, "train_share": 1.5}, "came devices=0, train_share=1.5"),
+        ({"device": "abacus"}, "expected a device of A100, H100.*, found 'abacus'"),
+        ({"devices": 0, "train_share": 1.5}, "found devices=0, train_share=1.5"),
     ],
 )
 def test_impossible_clusters_are_refused_with_the_numbers(
@@ -72,10 +72,10 @@ def test_an_engine_holds_at_least_eight_longest_sequences() -> None:
 def test_the_split_follows_the_stages_times() -> None:
     # Twice as much to generate as to train: two thirds. The slower side then takes 200 / 64 s; a
     # device less makes 200 / 63, a device more 100 / 31.
-    assert by_balance(96, 200.0, 100.0)[:2] == [64, 63]
-    assert by_balance(4, 1000.0, 1.0) == [3, 2, 1]
-    assert by_balance(4, 1.0, 1000.0) == [1, 2, 3]
-    assert by_balance(1, 1.0, 1.0) == []
+    assert rank_splits(96, 200.0, 100.0)[:2] == [64, 63]
+    assert rank_splits(4, 1000.0, 1.0) == [3, 2, 1]
+    assert rank_splits(4, 1.0, 1000.0) == [1, 2, 3]
+    assert rank_splits(1, 1.0, 1.0) == []
 
 
 @pytest.mark.parametrize(("decode_step_s", "devices_per_engine"), [(0.5, 2), (0.0, 1)])
