@@ -24,8 +24,10 @@ State = Literal["running", "finished", "stopped"]
 
 MAX_SAMPLE_BYTES = 600_000
 """Size of the samples in a page, of which half are the newest."""
-MAX_READ_BYTES = 16_000_000
-"""Rows of samples.jsonl to read for one half of a page's samples."""
+MAX_READ_BYTES = 4_000_000
+"""Rows of samples.jsonl that one update reads for either half, if they have several groups."""
+MAX_NEWEST = 256
+"""Newest groups that a page may show."""
 MAX_WINDOWS = 32
 """Parts of a run of which the page shows a group each, beside the newest groups."""
 MAX_TOKENS = 600
@@ -182,25 +184,28 @@ class RunReport:
     def _groups(self) -> list[str]:
         """Return the groups in the page as JSON, oldest first: the newest ones, and one of each
         part of the run."""
-        newest = range(len(self.samples) - 1, -1, -1)
+        last = len(self.samples) - 1
+        newest = range(last, max(-1, last - MAX_NEWEST), -1)
         spread = self.samples.representative(MAX_WINDOWS)
         # Of parts the newest and the oldest first, so that what fits covers the run.
         spread = [place for k, _ in enumerate(spread) for place in (spread[-1 - k], spread[k])]
         chosen: dict[tuple[int, int], str] = {}
         for places in (newest, spread):
-            left_bytes, left_read = MAX_SAMPLE_BYTES // 2, MAX_READ_BYTES
+            left_bytes, num_read = MAX_SAMPLE_BYTES // 2, 0
             for place in places:
-                size = self.samples.size(place)
-                if (place, size) in chosen:
+                key = place, (size := self.samples.size(place))
+                if key in chosen:
                     continue
-                left_read -= size
-                if left_read < 0 and chosen:
-                    break
-                encoded = self._encoded.get((place, size)) or self._encode_group(place)
-                left_bytes -= len(encoded.encode())
+                if key not in self._encoded:
+                    # Groups of long samples enter the page one by one.
+                    if num_read and num_read + size > MAX_READ_BYTES:
+                        continue
+                    num_read += size
+                    self._encoded[key] = self._encode_group(place)
+                left_bytes -= len(self._encoded[key].encode())
                 if left_bytes < 0:
                     break
-                chosen[place, size] = encoded
+                chosen[key] = self._encoded[key]
         self._encoded = chosen
         return [chosen[key] for key in sorted(chosen)]
 

@@ -166,6 +166,7 @@ function showValues(chart, x) {
   chart.shown.forEach(({line, x: xs, y}, place) => {
     const cell = chart.values[place];
     if (!cell) return;
+    if (x === null && !chart.synced) return void (cell.textContent = "");
     let row = x === null ? y.length - 1 : nearest(xs, x);
     while (row > 0 && (y[row] === null || y[row] === undefined)) row -= 1;
     cell.textContent = row < 0 ? "–" : number(y[row], chart.unit);

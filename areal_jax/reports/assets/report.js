@@ -57,7 +57,8 @@ function withSpread(run, line, drawn) {
 
 function chartLines(spec, runs) {
   const lines = [];
-  const wanted = spec.lines.flatMap((line) => expand(line, runs));
+  const wanted = spec.lines.flatMap((line) => expand(line, runs))
+    .filter((line) => page.data.runs.some((run) => run.places.has(line.metric)));
   runs.forEach((run, number) => {
     wanted.forEach((line, place) => {
       const found = lineOf(run, line.metric);
@@ -143,7 +144,23 @@ function card(value, label) {
   return element("div", {className: "card"}, element("b", {textContent: value}), element("span", {textContent: label}));
 }
 
+function compareRuns(runs) {
+  const labels = [...new Set(runs.flatMap((run) => run.summary.map(([name]) => name)))];
+  const head = ["run", "state", "steps", "per step", ...labels, "commit"].map((text) => element("th", {scope: "col", textContent: text}));
+  const rows = runs.map((run, place) => {
+    const state = stateOf(run), summary = Object.fromEntries(run.summary);
+    const texts = [`${run.steps_done}${run.num_steps ? ` of ${run.num_steps}` : ""}`, duration(run.step_s),
+      ...labels.map((name) => summary[name] ?? "–"), (run.environment.commit ?? "").slice(0, 12)];
+    return element("tr", {}, element("th", {scope: "row", title: `${run.folder}\n${run.command}`},
+      element("i", {className: "swatch", style: `background:${COLORS[place % COLORS.length]}`}), run.label),
+      element("td", {}, element("span", {className: `state ${state}`, textContent: STATES[state]})),
+      ...texts.map((text) => element("td", {textContent: text})));
+  });
+  return element("div", {className: "panel"}, element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
+}
+
 function renderRun() {
+  if (page.data.runs.length > 1) return byId("run-body").replaceChildren(compareRuns(page.data.runs));
   const parts = page.data.runs.flatMap((run) => {
     const state = stateOf(run);
     const share = run.num_steps ? Math.min(1, run.steps_done / run.num_steps) : null;
@@ -177,13 +194,13 @@ function renderHealth() {
       const what = check.status === "healthy" ? element("td", {className: "what", textContent: `would mean: ${check.meaning}`})
         : element("td", {}, `${when}${check.meaning}. `, element("b", {textContent: "What to do: "}), `${check.remedy}.`);
       return element("tr", {className: check.status}, element("td", {className: `mark ${check.status}`, textContent: MARKS[check.status]}),
-        element("td", {}, element("code", {textContent: check.name}), many ? ` ${run.label}` : ""),
+        many ? element("td", {textContent: run.label}) : null, element("td", {}, element("code", {textContent: check.name})),
         element("td", {className: "number", textContent: check.value}),
         element("td", {className: "note", textContent: check.healthy}), what);
     });
   });
-  const head = ["", "check", "value", "healthy range", "what to do"].map((text, column) =>
-    element("th", {scope: "col", className: column === 2 ? "number" : "", textContent: text}));
+  const head = ["", ...(many ? ["run"] : []), "check", "value", "healthy range", "what to do"].map((text) =>
+    element("th", {scope: "col", className: text === "value" ? "number" : "", textContent: text}));
   byId("health-body").replaceChildren(body.length
     ? element("table", {className: "health"}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body))
     : element("p", {className: "note", textContent: "Checks need two steps."}));
