@@ -1,15 +1,15 @@
-"""AIME-style problems with the embedded policy: the whole system on a laptop's CPU.
+"""AIME-style problems with the embedded policy, on a laptop CPU.
 
     python -m areal_jax.train --exp=aime
 
-Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
+Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 
-The tiny policy inside the package works each method nearly without error but does not know which
-method is right. Training on the generated problems (integer answers 0-999, many families) teaches
-it to choose, and the held-out problems tell: pass@1 on 512 of them rises from 26-28 % to 67-69 %
-(seeds 0, 1 and 2), in about 3 minutes.
+The tiny policy of the package executes each solution method with few errors, but does not know
+which method is correct. Training on generated problems (integer answers 0-999, many families)
+teaches it to choose: pass@1 on 512 held-out problems rises from 26-28 % to 67-69 % (seeds 0, 1 and
+2) in about 3 minutes.
 
-Real problems are longer, and mostly beyond this policy:
+Real problems are longer, and mostly too difficult for this policy:
 
     python -m areal_jax.train --exp=aime tasks=Files tasks.path=aime.json eval_tasks=Files \\
         eval_tasks.path=aime24.jsonl
@@ -24,7 +24,7 @@ from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 
 experiment = Experiment(
     name="aime",
-    description="AIME-style problems with the embedded policy, on a laptop's CPU",
+    description="AIME-style problems with the embedded policy, on a laptop CPU",
     num_steps=150,
     tasks=Synthetic(),
     eval_tasks=Synthetic(split="heldout", num_tasks=512),

@@ -1,20 +1,19 @@
-"""The paper's recipe for mathematics at 1.5 B parameters (AReaL, arXiv:2505.24298, section 7 and
-table 3).
+"""The paper's recipe for mathematics with 1.5 B parameters (AReaL, arXiv:2505.24298, table 3).
 
     python -m areal_jax.train --exp=aime_1p5b
 
-Policy and data come from the Hugging Face hub; a folder or file of one's own does as well:
+Policy and data are downloaded from the Hugging Face hub. With local folders or files:
 
     python -m areal_jax.train --exp=aime_1p5b policy.path=DIR tasks=Files tasks.path=train.jsonl \\
         eval_tasks=Files eval_tasks.path=aime24.jsonl
 
-Hardware: the paper trains 250 steps of this on 16 nodes of 8 H800 (80 GB), three quarters of them
-    decoding, in 14.8 hours, and reports AIME24 pass@1 29.3 -> 42.2 (table 1). Nothing in the
-    settings asks for that many: `--dry-run` prints what fits. Keys and values of one sequence of 28
-    672 tokens take 0.8 GB, so that engine.num_slots is about 64 for each rollout device of 80 GB.
+Hardware: the paper trains 250 steps in 14.8 hours on 16 nodes of 8 H800 (80 GB), three quarters of
+which decode, and reports AIME24 pass@1 29.3 -> 42.2 (table 1). The settings do not require that
+number: `--dry-run` prints what fits. The KV cache of a sequence of 28 672 tokens takes 0.8 GB, so
+that engine.num_slots is about 64 per rollout device of 80 GB.
 
-Where it departs from the paper: bfloat16 instead of float16; evaluation stops at the 27 648 new
-tokens of training (the paper: 32 768).
+Differences from the paper: bfloat16 instead of float16; evaluation stops at the 27 648 new tokens
+of training (the paper: 32 768).
 """
 
 from areal_jax.config.experiment import Experiment

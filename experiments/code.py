@@ -1,18 +1,17 @@
-"""Programs that read input and write output, run on tests in a sandbox (the form of LiveCodeBench).
+"""Programs that read input and write output, tested in a sandbox (as in LiveCodeBench).
 
     python -m areal_jax.train --exp=tiny_tools_sft examples.families=programs num_steps=100 \\
         --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=code
 
 Hardware: any; two CPU cores and 2 GB of memory suffice, and Linux with user namespaces for the
-sandbox. No network, no account, no accelerator.
+sandbox. Needs no network, account or accelerator.
 
-The policy of the first command writes programs of two lines that are as often near as right; the
-tests teach it what each question asks for. Every answer runs on five inputs in a sandbox of its
-own. pass@1 on 128 held-out questions rises from 8 % to 34 %. Processor time: 95 seconds for each
-command, and the sandboxes' own.
+The policy of the first command writes programs of two lines, which are often almost correct. Every
+answer is tested on five inputs in its own sandbox. pass@1 on 128 held-out questions rises from 8 %
+to 34 %. CPU time: 95 seconds for each command, plus that of the sandboxes.
 
-For LiveCodeBench itself, or rows of HumanEval, MBPP or APPS, and a policy that can write programs:
+For LiveCodeBench, or rows of HumanEval, MBPP or APPS, with a policy that can write programs:
 
     python -m areal_jax.train --exp=code policy.path=Qwen/Qwen2.5-Coder-1.5B-Instruct \\
         tasks=Files tasks.path=train.jsonl eval_tasks=Files eval_tasks.path=test.jsonl \\
@@ -31,7 +30,7 @@ exercises = Exercises(families=("programs",))
 experiment = chz.replace(
     aime,
     name="code",
-    description="programs, run on tests in a sandbox",
+    description="programs, tested in a sandbox",
     num_steps=20,
     policy=PolicyConfig(path="runs/tiny_tools/policy"),
     tasks=exercises,

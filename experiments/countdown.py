@@ -4,15 +4,15 @@
         --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=countdown
 
-Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
+Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 
-The policy of the first command either guesses or tries: it writes down attempts and how far off
-each is, such as 3+8-5=11-5=6 9-6=3, until one hits. Training teaches it to try: held-out pass@1 on
-256 of them rises from 46 % to 66 %. Larger steps than these make it forget how to add. Answers are
-parsed, never evaluated. Two idle cores need three and a half minutes for the first command, and one
-and a half for the second.
+The policy of the first command either guesses or searches: it writes attempts with their distances,
+such as 3+8-5=11-5=6 9-6=3, until one is exact. Training teaches it to search: pass@1 on 256
+held-out problems rises from 46 % to 66 %. With higher learning rates it forgets addition. Answers
+are parsed, never evaluated. On two idle cores the first command takes three and a half minutes, the
+second one and a half.
 
-Rows with `nums` and `target` (as Jiayi-Pan/Countdown-Tasks-3to4 has them) are tasks with all four
+Rows with `nums` and `target` (as in Jiayi-Pan/Countdown-Tasks-3to4) are tasks with all four
 operations:
 
     python -m areal_jax.train --exp=countdown policy.path=Qwen/Qwen2.5-3B tasks=Hub \\
@@ -32,7 +32,7 @@ exercises = Exercises(families=("countdown",))
 experiment = chz.replace(
     aime,
     name="countdown",
-    description="a number from three others, each used once",
+    description="Countdown: make a number from three others",
     num_steps=40,
     policy=PolicyConfig(path="runs/tiny_tools/policy"),
     tasks=exercises,

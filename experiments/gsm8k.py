@@ -1,16 +1,15 @@
-"""Grade-school word problems (GSM8K) from files of one's own.
+"""Grade-school word problems (GSM8K) from local files.
 
     hf download openai/gsm8k --repo-type=dataset --local-dir=data/gsm8k
     python -m areal_jax.train --exp=gsm8k policy.path=Qwen/Qwen2.5-0.5B-Instruct
 
-The files may lie elsewhere, as jsonl, json or parquet with `question` and `answer`:
+With other jsonl, json or parquet files with `question` and `answer`:
 
     python -m areal_jax.train --exp=gsm8k policy.path=DIR tasks.path=DIR/train.jsonl \\
         eval_tasks.path=DIR/test.jsonl
 
-Hardware: one GPU of 80 GB for a policy of 0.5 B parameters. Without policy.path it is the embedded
-policy: that runs anywhere and shows that the data are read, but it knows only the problems of its
-own generator and will hardly solve these.
+Hardware: one GPU of 80 GB for a policy of 0.5 B parameters. Without policy.path, the embedded
+policy is trained as a smoke test on any machine; it will hardly solve these problems.
 """
 
 from areal_jax.config.experiment import Experiment

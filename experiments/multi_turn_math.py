@@ -2,15 +2,14 @@
 
     python -m areal_jax.train --exp=multi_turn_math
 
-Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
+Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 
-The embedded policy answers; after a wrong answer it reads the feedback and answers again. A conversation is
-one sample, in which sampled tokens are trained on and feedback is context. One that is
-right at the second attempt is worth nine tenths of the way from `rewards.wrong` to
-`rewards.correct`. pass@1 counts the conversations that end well: on 256 held-out problems it rises
-from 30 % to 49 %, in 150 seconds of processor time.
+After a wrong answer the policy gets feedback and answers again. A conversation is one sample, whose
+sampled tokens are trained on; feedback is context. A correct second attempt is worth 90 % of the
+way from `rewards.wrong` to `rewards.correct`. pass@1 counts conversations with a correct last
+answer: on 256 held-out problems it rises from 30 % to 49 %, in 150 seconds of CPU time.
 
-For a policy and problems of your own:
+With another policy and other problems:
 
     python -m areal_jax.train --exp=multi_turn_math policy.path=DIR tasks=Files \\
         tasks.path=train.jsonl eval_tasks=Files eval_tasks.path=test.jsonl workflow.max_turns=3 \\
@@ -26,15 +25,14 @@ aime = load_experiment("aime")
 experiment = chz.replace(
     aime,
     name="multi_turn_math",
-    description="a second attempt after a wrong answer",
+    description="AIME-style problems with a second attempt after a wrong answer",
     num_steps=40,
     workflow=MultiTurn(
         max_turns=2, turn_discount=0.9, feedback="That is not the answer. Find another."
     ),
     # The longest first turn with its problem has 119 tokens, the feedback 20.
     engine=chz.replace(aime.engine, max_prompt_tokens=160),
-    # What a conversation's second turn is like is new to the policy: smaller steps keep it from
-    # straying there.
+    # Second turns are new to the policy: a smaller learning rate keeps it stable.
     trainer=chz.replace(
         aime.trainer, optimizer=chz.replace(aime.trainer.optimizer, learning_rate=2e-4)
     ),

@@ -1,19 +1,18 @@
-"""An agent written against OpenAI's client, trained through it: what the policy says in its calls
-is what is trained on.
+"""An agent written with OpenAI's client, trained on the completions of its calls.
 
     pip install openai
     python -m areal_jax.train --exp=openai_agent
 
-Hardware: any, as --exp=aime, whose problems it takes. The agent asks the policy, reads the number
-    in the box, asks once more where it finds none, and tells what its answer is worth. Nothing in
-    it knows of training but for where it sends its calls.
+Hardware: any, as for --exp=aime, whose problems it uses. The agent calls the policy, parses the
+number in the box, asks again if there is none, and returns a reward. Only the address of the server
+connects it with training.
 
 pass@1 on 256 held-out problems rises from 25 % to 43 % within 5 steps and to 49 % after all 20, in
-90 seconds of processor time.
+90 seconds of CPU time.
 
-To train an agent of your own, copy this file anywhere, change `agent`, and give its path as --exp.
-A program in any language is run with workflow.command instead of workflow.function; it finds
-OPENAI_BASE_URL and OPENAI_API_KEY in its environment.
+To train your own agent, copy this file anywhere, change `agent`, and pass its path as --exp. Use
+workflow.command instead of workflow.function to run a program in any language, with OPENAI_BASE_URL
+and OPENAI_API_KEY in its environment.
 """
 
 from functools import cache
@@ -27,7 +26,7 @@ from areal_jax.workflows.config import Agent
 
 @cache
 def client():
-    """One for all agents, so that they share its connections."""
+    """Return one client for all agents, so that they share its connections."""
     from openai import AsyncOpenAI
 
     return AsyncOpenAI(
@@ -36,7 +35,7 @@ def client():
 
 
 async def agent(task, base_url, api_key):
-    """Whether the number in the box is the answer."""
+    """Solve a task; return whether the number in the box is correct."""
     policy = client().with_options(base_url=base_url, api_key=api_key)
     messages: list[Any] = [
         {"role": message.role, "content": message.content} for message in task.prompt
@@ -59,7 +58,7 @@ aime = load_experiment("aime")
 experiment = chz.replace(
     aime,
     name="openai_agent",
-    description="an agent written against OpenAI's client",
+    description="an agent written with OpenAI's client",
     num_steps=20,
     workflow=Agent(function=f"{__file__}:agent", expected_calls=2),
     evaluation=chz.replace(aime.evaluation, every_steps=5, num_tasks=256),

@@ -1,12 +1,11 @@
-"""An objective of one's own, in one file: SPO (arXiv:2401.16025), which bends the objective back
-instead of clipping it.
+"""Custom loss in one file: SPO (arXiv:2401.16025), a quadratic penalty instead of clipping.
 
     python -m areal_jax.train --exp=own_objective
     python -m areal_jax.train --exp=own_objective trainer.loss.clip_eps=0.1 num_steps=20
 
-Hardware: any, as --exp=aime, whose other settings it takes. To try your own, copy this file
-    anywhere, change `gain`, and give its path as --exp. Correction for stale tokens, packing,
-    shards, metrics and checkpoints come with it.
+Hardware: any, as for --exp=aime, whose other settings it uses. To try your own loss, copy this file
+anywhere, change `gain`, and pass its path as --exp. Importance weighting, packing, sharding,
+metrics and checkpoints work unchanged.
 """
 
 import chz
@@ -22,7 +21,7 @@ class SPO(CustomLoss):
     """
 
     clip_eps: float = chz.field(
-        default=0.2, doc="distance of theta/proximal from 1 at which the objective turns back"
+        default=0.2, doc="distance of theta/proximal from 1 at which the gradient changes sign"
     )
 
     def gain(self, ratio, advantages, logp):

@@ -1,17 +1,20 @@
-"""A reward of one's own, in one file: how near a number comes, instead of right or wrong.
+"""Custom reward function in one file: the distance to the right number, instead of right or wrong.
 
     python -m areal_jax.train --exp=own_reward
     python -m areal_jax.train --exp=own_reward num_steps=20 rewards.num_workers=2
 
-Hardware: any, as --exp=aime, whose other settings it takes. To try your own, copy this file
-    anywhere, change `nearness`, and give its path as --exp. It is called in grading processes,
-    which are killed with all they started when an answer takes longer than `rewards.timeout_s`, and
-    it may be `async`. It returns True, False, or a number from 0 to 1: the share of the way from
-    `rewards.wrong` to `rewards.correct`; with `rewards.scale=raw` any finite number, the reward
-    itself. Functions with TRL's or verl's parameters work as they are. The function is called
-    before training, which `--dry-run` does too, and refused if it fails. Later a call that fails
-    costs its group: it is not trained on, and after `rewards.max_consecutive_failures` groups
-    without any reward the run stops with a checkpoint.
+Hardware: any, as for --exp=aime, whose other settings it uses. To try your own reward, copy this
+file anywhere, change `nearness`, and pass its path as --exp.
+
+The function is called in grading processes and may be `async`. If an answer takes longer than
+`rewards.timeout_s`, its process and all child processes are killed. The function returns True,
+False, or a number from 0 to 1, the share of the way from `rewards.wrong` to `rewards.correct`; with
+`rewards.scale=raw`, any finite number is the reward itself. Functions with the parameters of TRL or
+verl work unchanged.
+
+The function is called once before training (also by `--dry-run`) and refused if it fails. A failed
+call during training rejects its group; after `rewards.max_consecutive_failures` groups without any
+reward the run stops with a checkpoint.
 """
 
 import chz
@@ -20,7 +23,7 @@ from areal_jax.config.load import load_experiment
 
 
 def nearness(task, answer):
-    """The share of the three digits that are right; 0 without a boxed number of at most three."""
+    """Return the share of correct digits among three; 0 without a boxed number of at most three."""
     _, box, rest = answer.rpartition("\\boxed{")
     came = rest.partition("}")[0]
     if not (box and came.isdecimal() and len(came) <= 3):

@@ -1,16 +1,15 @@
-"""A reward model from pairs of a chosen and a rejected answer, after Bradley and Terry.
+"""A Bradley-Terry reward model from pairs of a chosen and a rejected answer.
 
     python -m areal_jax.train --exp=reward_model examples=Files examples.path=pairs.jsonl \\
         policy.path=DIR
 
-Hardware: as for `--exp=dpo`, whose rows it reads and whose settings it shares. Made from the
-embedded policy, which is what `--exp=reward_model` alone does, it ranks 79 % of 512 held-out pairs
-right after 50 updates, from 50 % at first.
+Hardware: as for `--exp=dpo`, whose rows and settings it uses. `--exp=reward_model` alone trains the
+embedded policy; its accuracy on 512 held-out pairs rises from 50 % to 79 % in 50 updates.
 
-The policy in DIR loses its head for a fresh one that makes one number of every token; that of an
-answer's last token is its score, and the chosen answer's is to be above the rejected one's.
-RUN_FOLDER/policy is then a sequence classifier of one label, as transformers'
-AutoModelForSequenceClassification loads it, and as policy.path goes on training.
+The head of the policy in DIR is replaced by a scalar head. The score of an answer is the output at
+its last token; training raises the score of the chosen answer above that of the rejected one.
+RUN_FOLDER/policy is a sequence classifier of one label, which transformers'
+AutoModelForSequenceClassification loads; as policy.path it continues training.
 """
 
 import chz

@@ -1,20 +1,18 @@
-"""Questions that only a search answers: the policy learns what to search for.
+"""Questions that need a search tool: the policy learns what to search for.
 
     python -m areal_jax.train --exp=tiny_tools_sft examples.families=facts num_steps=50 \\
         --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=search_agent
 
-Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
+Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 
-The questions are about 1800 made-up facts, "In hall 27, box 72 has 361 pens." The policy of the
-first command writes `<search>QUERY</search>`, reads the best passage, and answers with the number
-in it; its queries leave out now this, now that. Training teaches it to search with all that the
-question says, on facts that it was never asked for: pass@1 on 256 of these rises from 13 % to 54 %
-within 5 steps and to 71 % after all 20. Processor time: 60 seconds for the first command, 110 for
-the second.
+The questions are about 1800 generated facts, such as "In hall 27, box 72 has 361 pens." The policy
+of the first command writes `<search>QUERY</search>`, reads the best passage, and answers with its
+number; its queries omit random words of the question. Training teaches it to search with the whole
+question: pass@1 on 256 held-out facts rises from 13 % to 54 % within 5 steps and to 71 % after all
+20. CPU time: 60 seconds for the first command, 110 for the second.
 
-For documents, questions and a policy of your own (files of .txt, .md, or .jsonl with the field
-text):
+With your own documents (files of .txt, .md, or .jsonl with the field text), questions and policy:
 
     python -m areal_jax.train --exp=search_agent policy.path=Qwen/Qwen3-1.7B tasks=Files \\
         tasks.path=questions.jsonl eval_tasks=Files eval_tasks.path=test.jsonl \\
@@ -36,7 +34,7 @@ exercises = Exercises(families=("facts",))
 experiment = chz.replace(
     aime,
     name="search_agent",
-    description="what to search for",
+    description="questions that need a search tool",
     num_steps=20,
     policy=PolicyConfig(path="runs/tiny_tools/policy"),
     tasks=exercises,

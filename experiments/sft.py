@@ -1,26 +1,25 @@
-"""Supervised fine-tuning on conversations of one's own.
+"""Supervised fine-tuning on conversations.
 
     python -m areal_jax.train --exp=sft examples=Files examples.path=chat.jsonl policy.path=DIR
 
-Hardware: CPU for the embedded policy, which is what `--exp=sft` alone fine-tunes, on generated
-    problems harder than those it
-knows: held-out perplexity falls from 7.3 to 1.6 within 100 updates, in about two minutes. A GPU of
-    80 GB for a policy of 1.5 B parameters.
+Hardware: a CPU for the embedded policy, which `--exp=sft` alone trains on generated problems harder
+than those it was trained on: held-out perplexity falls from 7.3 to 1.6 within 100 updates, in about
+two minutes. A GPU of 80 GB for a policy of 1.5 B parameters.
 
 A row of the file (jsonl, json or parquet, or a folder with train and test files) is a conversation,
-whose every answer of the assistant is learnt and nothing else,
+whose assistant messages are trained on,
 
     {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
 
-or a prompt with the answer to it, `question` and `answer` for instance; examples.prompt_field and
-examples.answer_field name other fields. Rows that are neither, or longer than trainer.row_tokens,
-are skipped and named. A twentieth of the prompts is held out, and its perplexity measured; other
-examples can be named for that:
+or a prompt with its answer, such as `question` and `answer`; examples.prompt_field and
+examples.answer_field name other fields. Other rows, and rows longer than trainer.row_tokens, are
+skipped and logged. A twentieth of the prompts is held out to measure perplexity, unless other
+examples are given:
 
     python -m areal_jax.train --exp=sft examples=Files examples.path=gsm8k/train.jsonl \\
         eval_examples=Files eval_examples.path=gsm8k/test.jsonl
 
-Answers are generated, and pass@1 is measured, only where asked for:
+Measuring pass@1 is optional:
 
     python -m areal_jax.train --exp=sft evaluation.every_steps=50 eval_tasks.difficulty=medium
 """

@@ -1,14 +1,14 @@
-"""Supervised fine-tuning that makes the embedded policy, from nothing but the problem generator.
+"""Supervised fine-tuning that makes the embedded policy from the problem generator alone.
 
     python -m areal_jax.train --exp=tiny_sft
 
-Hardware: CPU.
+Hardware: a CPU.
 
-The policy of areal_jax/models/embedded/config.json is sampled afresh and learns a mixture of
-methods for every family of problems, right and wrong ones alike carried out without error: able,
-and undecided, as a base model is. Reinforcement learning (`--exp=aime`) then has something to
-choose from. The result is a Hugging Face folder, RUN_FOLDER/policy; copied over
-areal_jax/models/embedded, it is the new embedded policy.
+The policy of areal_jax/models/embedded/config.json starts from random weights and learns a mixture
+of correct and wrong methods for every family of problems, each executed without errors. Like a base
+model, it then has the methods that reinforcement learning (`--exp=aime`) selects from. The result
+is a Hugging Face folder, RUN_FOLDER/policy; copy it over areal_jax/models/embedded to make it the
+new embedded policy.
 """
 
 from areal_jax.checkpoint.config import CheckpointConfig
@@ -21,7 +21,7 @@ from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 
 experiment = SFTExperiment(
     name="tiny_sft",
-    description="makes the embedded policy",
+    description="supervised fine-tuning that makes the embedded policy",
     num_steps=2500,
     policy=PolicyConfig(path="embedded", random_init=True),
     examples=Synthetic(num_tasks=400_000),

@@ -1,15 +1,14 @@
-"""Supervised fine-tuning that teaches the embedded policy to call tools and to write programs:
-where the next examples start.
+"""Supervised fine-tuning of the embedded policy on tool calls and programs.
 
     python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
 
-Hardware: CPU.
+Hardware: a CPU.
 
-The embedded policy learns a mixture of good and bad ways through four families of generated
-exercises: countdown, facts that only a search finds, calculations too large for the head, and
-programs (areal_jax/data/exercises.py). It is then able to go each of these ways and undecided
-between them: `--exp=countdown`, `search_agent`, `tool_math` and `code` resume from
-runs/tiny_tools/policy. One family is learnt sooner alone: examples.families=facts num_steps=50.
+The embedded policy learns a mixture of good and bad strategies for four families of generated
+exercises: countdown, facts that need a search, calculations that need a calculator, and programs
+(areal_jax/data/exercises.py). `--exp=countdown`, `search_agent`, `tool_math` and `code` start from
+the result, runs/tiny_tools/policy. A single family trains faster: examples.families=facts
+num_steps=50.
 """
 
 from areal_jax.checkpoint.config import CheckpointConfig
@@ -21,7 +20,7 @@ from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 
 experiment = SFTExperiment(
     name="tiny_tools_sft",
-    description="teaches the embedded policy to call tools and to write programs",
+    description="supervised fine-tuning of the embedded policy on tool calls and programs",
     num_steps=300,
     examples=Exercises(num_tasks=100_000),
     examples_per_batch=64,

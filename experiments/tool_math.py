@@ -1,17 +1,17 @@
-"""Problems with numbers too large for the head, and a calculator.
+"""Problems with large numbers, and a calculator tool.
 
     python -m areal_jax.train --exp=tiny_tools_sft examples.families=calculations num_steps=80 \\
         --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=tool_math
 
-Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
+Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 
 The policy of the first command writes `<calculator>EXPRESSION</calculator>`, reads the value, and
-answers; it knows several expressions for every problem, and guesses too. Training teaches it which
-expression is right: pass@1 on 256 held-out problems rises from 10 % to 28 %. Processor time: 80
-seconds for the first command, 110 for the second.
+answers; it samples among several expressions for every problem. Training teaches it the correct
+one: pass@1 on 256 held-out problems rises from 10 % to 28 %. CPU time: 80 seconds for the first
+command, 110 for the second.
 
-A policy that has learnt tool calls as Qwen's have calls a Python sandbox as well:
+A policy with tool calls in Qwen's format can also call a Python sandbox:
 
     python -m areal_jax.train --exp=tool_math policy.path=Qwen/Qwen3-1.7B tasks=Files \\
         tasks.path=train.jsonl eval_tasks=Files eval_tasks.path=test.jsonl \\
@@ -33,7 +33,7 @@ exercises = Exercises(families=("calculations",))
 experiment = chz.replace(
     aime,
     name="tool_math",
-    description="large numbers and a calculator",
+    description="problems with large numbers and a calculator tool",
     num_steps=20,
     policy=PolicyConfig(path="runs/tiny_tools/policy"),
     tasks=exercises,
