@@ -150,7 +150,7 @@ def mutants(data: Path, every: int) -> dict[str, object]:
 
 
 def mutated(program: str, after_line: int) -> list[str]:
-    """Return programs with a comparison, operator, constant or return changed after `after_line`."""
+    """Return programs with a comparison, operator, constant or return changed below a line."""
     found = list[str]()
     for place in range(sum(1 for _ in ast.walk(ast.parse(program)))):
         tree = ast.parse(program)

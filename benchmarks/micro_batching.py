@@ -3,8 +3,9 @@
     python benchmarks/micro_batching.py            # measured
     python benchmarks/micro_batching.py --cluster  # simulated, on the paper's GPUs
 
-Measured: tokens/s and padding. The paper is arXiv:2505.24298. Lengths are the paper's, log-normal with a mean of about 4915 tokens
-and sigma 0.8, at most 28 672, divided by 64 for the CPU; so are the 32 768 tokens of a micro-batch.
+Measured: tokens/s and padding. Lengths are the paper's (arXiv:2505.24298), log-normal with a mean
+of about 4915 tokens and sigma 0.8, at most 28 672, divided by 64 for the CPU; so are the 32 768
+tokens of a micro-batch.
 The fixed strategy cuts a mini-batch of 128 sequences, in order, into 32 micro-batches of 4, each
 padded to its longest sequence (rounded up to 32 tokens, because shapes are compiled). The project's
 trainer trains both, in turns; tokens/s exclude padding.

@@ -111,7 +111,7 @@ COUNTED = {
     "forward": "2 (trained + frozen) tokens + 4 attention sum(segment^2) / 2",
     "update": "(6 trained + 4 frozen) tokens + 12 attention sum(segment^2) / 2",
 }
-"""The formulas, for the row."""
+"""Formulas of the operations, stored in the row."""
 
 
 def work(policy: Policy, segment_lengths: Int[np.ndarray, "N"]) -> Work:

@@ -16,8 +16,9 @@ from areal_jax.rl.config import CustomLoss
 
 @chz.chz
 class SPO(CustomLoss):
-    """Simple Policy Optimization (arXiv:2401.16025, equation 9): u A - |A| / (2 clip_eps) (u -
-    1)².
+    """Simple Policy Optimization (arXiv:2401.16025, equation 9).
+
+    Objective: u A - |A| / (2 clip_eps) (u - 1)².
     """
 
     clip_eps: float = chz.field(

@@ -22,7 +22,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # tried with those.
 QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
 os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {QUICK_FLAGS}".strip()
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 "
+    f"{QUICK_FLAGS}".strip()
 )
 os.environ["NPROC"] = "16"
 # Many tests compile the same small programs, in processes of their own too: each is compiled once,
@@ -32,12 +33,12 @@ os.environ.setdefault(
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 30)
-# Whoever can reach a Ray can run code in it: only who knows this token. Read when ray is imported.
+# Ray runs the code of every client that has this token. Read when ray is imported.
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
-# No clocks: how long an example takes says how busy the machine is.
+# No deadline: the duration of an example depends on the load of the machine.
 settings.register_profile(
     "without clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -72,9 +73,7 @@ def run_metrics_are_documented(request: pytest.FixtureRequest) -> Iterator[None]
 
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
-    """Leave out most of XLA's optimizations, which change speed and memory and no result: for tests
-    that compile more than they compute.
-    """
+    """Disable most of XLA's optimizations, for tests that compile more than they compute."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
@@ -84,9 +83,7 @@ def quick_compilation() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def of_a_command() -> dict[str, str]:
-    """The environment of a command in a process of its own: the package as it is here, one device,
-    and quick compilation.
-    """
+    """Return the environment of a subprocess: this package, one device, and quick compilation."""
     kept = {name: value for name, value in os.environ.items() if name != "NPROC"}
     here = {"PYTHONPATH": str(Path(__file__).parents[1])}
     return kept | here | {"XLA_FLAGS": QUICK_FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -94,9 +91,7 @@ def of_a_command() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
-    """A Ray of the module's own on this machine. Its store is small, and nothing leaves it for the
-    disk.
-    """
+    """Start a Ray cluster for the module, with a small object store that does not spill to disk."""
     import ray
 
     with warnings.catch_warnings():

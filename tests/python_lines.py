@@ -9,7 +9,7 @@ from typing import Any
 
 
 def num_lines(act: Callable[[], object]) -> int:
-    """How many lines of Python are run in this thread, one that is run again counted again."""
+    """Count the lines of Python that run in this thread, with repetitions."""
     count = 0
 
     def trace(_frame: FrameType, event: str, _arg: Any) -> Any:

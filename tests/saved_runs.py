@@ -29,7 +29,7 @@ def embedded_params() -> Params:
 
 
 def moved() -> Params:
-    """The embedded policy's parameters, a little moved."""
+    """Return slightly changed parameters of the embedded policy."""
     noise = np.random.default_rng(1)
     return jax.tree.map(
         lambda leaf: leaf + 0.02 * noise.normal(size=leaf.shape).astype(np.float32) * leaf.std(),
@@ -38,7 +38,7 @@ def moved() -> Params:
 
 
 def adapter() -> tuple[Policy, Params]:
-    """The embedded policy with an adapter of rank 2, and one that has moved."""
+    """Return the embedded policy with an adapter of rank 2, and changed adapter parameters."""
     policy, noise = Policy(hf.read_config(EMBEDDED), LoRA(rank=2)), np.random.default_rng(2)
     return policy, jax.tree.map(
         lambda leaf: jnp.asarray(0.05 * noise.normal(size=leaf.shape), jnp.float32),
@@ -47,18 +47,14 @@ def adapter() -> tuple[Policy, Params]:
 
 
 def save_run_and_export(folder: Path) -> Path:
-    """A run whose checkpoints hold the embedded policy, a little moved, as full parameters; and its
-    export, in `policy`.
-    """
+    """Save a run with checkpoints of changed parameters of the embedded policy; export `policy`."""
     save_run(folder, moved())
     hf.save(folder / "policy", Policy(hf.read_config(EMBEDDED)), moved(), EMBEDDED)
     return folder
 
 
 def save_run(folder: Path, params: Any, *settings: str) -> None:
-    """What a run leaves after version 3: its settings, and checkpoints of what it trains. Of
-    version 2 all are zeros.
-    """
+    """Save settings and checkpoints of a run after version 3; in version 2 all parameters are 0."""
     folder.mkdir(exist_ok=True)
     write_config(
         load_experiment("aime", ["name=drift", "seed=7", *settings]), folder / "config.json"

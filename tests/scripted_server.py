@@ -12,7 +12,7 @@ from typing import Any
 from areal_jax.evaluation.remote import Server
 
 Response = tuple[int, Any]
-"""Status and body."""
+"""Status and body of a response."""
 
 
 @contextmanager

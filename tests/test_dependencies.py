@@ -20,7 +20,7 @@ def test_every_dependency_has_a_floor_and_a_ceiling(requirement: str) -> None:
     )
 
 
-def test_flax_is_one_that_can_be_imported_beside_jax_on_each_python() -> None:
+def test_flax_can_be_imported_with_jax_on_each_python() -> None:
     flax = [
         requirement for requirement in PROJECT["dependencies"] if requirement.startswith("flax")
     ]

@@ -27,8 +27,8 @@ FLOORS = (
     ("cli",),
     ("train", "evaluate", "plan", "report", "__main__"),
 )
-"""Rooms by floor, from the ground up. A room imports from lower floors only, and on its own floor
-only as ORDERS says."""
+"""Rooms by layer, lowest first. A room imports from lower layers only, and within its layer only by
+ORDERS."""
 
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -58,7 +58,7 @@ before its own."""
 
 
 def place(module: str) -> tuple[str, int, str] | None:
-    """The order, the step and the entry of a module; None where no order has it."""
+    """Return the order, the step and the entry of a module; None if no order has it."""
     for order, steps in ORDERS.items():
         for step, entries in enumerate(steps):
             for entry in entries:
@@ -123,7 +123,7 @@ ALLOWED_STANDARD_NAMES = ("metrics/trace.py",)
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by dotted name; a room's `__init__` has the room's name."""
+    """List every module of the package by dotted name; `__init__` has the name of its room."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -135,7 +135,7 @@ MODULES = modules()
 
 
 def room(module: str) -> str:
-    """The room of a dotted name: a package, or a file at the root; empty for the package itself."""
+    """Return the room of a dotted name: a package or a root module; empty for the package."""
     # What is started as a command lies on top, wherever its file is.
     if module.endswith(".__main__"):
         return "__main__"
@@ -143,7 +143,7 @@ def room(module: str) -> str:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of all imports: at the top, in functions and for type checking."""
+    """List dotted names of all imports: at the top, in functions and for type checking."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -169,7 +169,7 @@ def is_jax_free(module: str) -> bool:
 
 
 def reaches_jax(module: str, seen: frozenset[str] = frozenset()) -> list[str]:
-    """The chain of imports from a module to jax; empty where there is none."""
+    """Return the chain of imports from a module to jax; empty if there is none."""
     for name in sorted(imports_of(module)):
         if name.split(".")[0] in JAX:
             return [module, name]
@@ -196,7 +196,7 @@ def violations(module: str, imported: frozenset[str]) -> Iterator[str]:
 
 
 def climbs(module: str, imported: str) -> Iterator[str]:
-    """Why an import inside the package does not go down; nothing where it does."""
+    """Describe why an import inside the package does not go down; yield nothing if it does."""
     here, there = room(module), room(imported)
     if there not in FLOOR_OF:
         yield f"{module} imports {imported}, which is no room; import from where it is defined"
@@ -238,7 +238,7 @@ def test_experiments_import_settings_only(path: Path) -> None:
         for name in imports(ast.parse(path.read_text(encoding="utf-8")))
         if name != "__future__"
     }
-    # Beside settings, what an agent in an experiment's file is written against.
+    # Besides settings, the interface of agents in an experiment's file.
     others = {
         name
         for name in names

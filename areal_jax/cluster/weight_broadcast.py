@@ -75,7 +75,7 @@ class WeightBroadcast:
         return None if self._newest is None else self._newest[0]
 
     def describe_wait(self) -> str:
-        """Describe the announced version, the one in flight, and whether the broadcast is paused."""
+        """Describe the announced version, the one in flight, and whether it is paused."""
         announced = "no version is" if self._newest is None else f"version {self._newest[0]} is"
         paused = ", paused for an evaluation" if self._is_paused else ""
         return f"{announced} announced to engines{paused}" + (

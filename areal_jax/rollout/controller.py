@@ -191,7 +191,7 @@ class RewardCalls:
 
 
 class Rollouts:
-    """The running groups of `run_rollouts`, and snapshots of all state between tasks and trainer."""
+    """The running groups of `run_rollouts`, with snapshots of the state between tasks and trainer."""
 
     def __init__(
         self,
@@ -478,7 +478,7 @@ class Rollouts:
             self._feeder.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Fail the buffer if the feeder or a group ends unexpectedly, so that the trainer raises."""
+        """Fail the buffer if the feeder or a group ends unexpectedly: the trainer must not wait."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
         elif task.cancelled() and not self._closing:

@@ -289,7 +289,7 @@ class Fleet:
         self.kv_tokens = costs.kv_tokens
         if self.kv_tokens < 1:
             raise ValueError(
-                f"expected memory for KV caches beside the weights, found {self.kv_tokens:,}"
+                f"expected memory for KV caches besides the weights, found {self.kv_tokens:,}"
             )
         self.engines = [_Engine(self, index, version) for index in range(num_engines)]
         self.counts = Counter[str]()

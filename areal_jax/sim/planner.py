@@ -91,8 +91,8 @@ class ClusterPlan:
             ("cluster", f"{question.devices} x {question.device}"),
             (
                 "split",
-                f"{best.rollout_devices} rollout devices in {best.rollout_devices // tensor} engines of "
-                f"{tensor}, {best.train_devices} train devices",
+                f"{best.rollout_devices} rollout devices in {best.rollout_devices // tensor} "
+                f"engines of {tensor}, {best.train_devices} train devices",
             ),
             (
                 "memory",
@@ -224,8 +224,8 @@ def find_obstacles(question: ClusterQuestion, model: ModelConfig) -> Iterator[st
     elif question.devices - (rollout or tensor) < need:
         state = BYTES_PER_TRAINED_WEIGHT * model.num_params / 1e9
         yield (
-            f"devices={question.devices} are too few for model={name}: expected {rollout or tensor} "
-            f"rollout devices and at least {need} x {question.device} for {state:,.0f} GB of "
+            f"devices={question.devices} are too few for model={name}: expected "
+            f"{rollout or tensor} rollout devices and at least {need} x {question.device} for {state:,.0f} GB of "
             "parameters, gradients and moments, besides activations"
         )
 
@@ -293,7 +293,7 @@ def estimate_stage_seconds(
 
 
 def _list_splits(question: ClusterQuestion, model: ModelConfig, tensor: int) -> list[int]:
-    """List the numbers of rollout devices to simulate: the given one, or those around the balance."""
+    """List the numbers of rollout devices to simulate: the given one, or those near balance."""
     if question.rollout_devices is not None:
         return [question.rollout_devices]
     need = trainer_size(model, known_device(question.device))

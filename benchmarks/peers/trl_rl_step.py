@@ -14,8 +14,8 @@ Run on two idle cores:
 Prints one JSON line. On two cores of an AMD EPYC (AVX-512), 12 steps gave 6 237 rollout and 11 969
 training tokens/s and 1.83 steps/s. The rollout is `_generate_single_turn`; training is
 measured from the prepared batch to the end of the optimizer step; reward and batch assembly count
-in `step_s` only. An idle step costs 0.8 CPU seconds: with several times that, OpenMP's threads were spinning
-while other processes had the cores, and the run is invalid.
+in `step_s` only. An idle step costs 0.8 CPU seconds: with several times that, OpenMP's threads were
+spinning while other processes had the cores, and the run is invalid.
 """
 
 from __future__ import annotations

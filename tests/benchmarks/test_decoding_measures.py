@@ -27,7 +27,7 @@ def test_a_stream_is_measured_until_its_tail() -> None:
     assert measured == {"occupancy": 42 / 48, "tokens_per_s": 14.0}
 
 
-def test_weights_come_after_every_so_many_tokens_and_go_to_and_fro() -> None:
+def test_weight_updates_arrive_by_token_count() -> None:
     arrivals = Arrivals([list(range(NUM_VERSIONS))])
     shelf = Shelf(arrivals, 0)
     assert shelf.newest(0) is None
@@ -45,7 +45,7 @@ def test_weights_come_after_every_so_many_tokens_and_go_to_and_fro() -> None:
 
 @pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.slow
-def test_drift_is_that_of_tokens_behind_a_swap() -> None:
+def test_drift_covers_tokens_after_a_swap() -> None:
     policy = Policy(hf.read_config(EMBEDDED))
     request, tokens = (
         Request("a", np.arange(16, dtype=np.int32), 1, Sampling(4), seed=0),

@@ -17,7 +17,7 @@ def test_fixed_micro_batches_wait_and_packed_ones_do_not() -> None:
         assert (fixed, packed) == (32 * BUDGET / 2, 9 * BUDGET)
 
 
-def test_who_meets_once_waits_once() -> None:
+def test_ranks_that_synchronize_once_wait_once() -> None:
     # Two micro-batches' worth of work on the first rank at its beginning, on the second at its end:
     # meeting in each costs both.
     lengths = np.full((RANKS, NUM_FIXED), 1)

@@ -16,7 +16,7 @@ def test_table_1_has_the_papers_ratios() -> None:
 
 
 @pytest.mark.parametrize(("model", "context"), FIGURE_4)
-def test_a_shrunk_cluster_has_as_much_to_do_for_each_device(model: str, context: int) -> None:
+def test_scaled_down_cluster_keeps_work_per_device(model: str, context: int) -> None:
     for num_devices in FIGURE_4[model, context]:
         shrink = shrink_of(model, num_devices)
         whole, all_of_it = build("areal", model, num_devices, 1024 * context)

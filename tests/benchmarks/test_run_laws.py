@@ -1,4 +1,4 @@
-"""A run that lost, repeated or mistook anything is reported by the law that it broke."""
+"""A run that violates an invariant is reported with that invariant."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ Rows = list[dict[str, Any]]
 
 
 def broken(folder: Path, corrupt: Callable[[Rows, Rows], object]) -> list[str]:
-    """Of a run of 2 steps with 2 groups of 2 samples each, and one group more that is being
-    generated.
-    """
+    """List violations of a run of 2 steps with 2 groups of 2 samples, and one running group."""
     gate = {"started": 5, "accepted": 4, "rejected": 0, "running": 1, "buffered": 0}
     rows: Rows = [
         {
@@ -71,7 +69,7 @@ def broken(folder: Path, corrupt: Callable[[Rows, Rows], object]) -> list[str]:
         ),
     ],
 )
-def test_a_broken_law_is_reported(
+def test_violated_invariant_is_reported(
     tmp_path: Path, corrupt: Callable[[Rows, Rows], object], laws: list[str]
 ) -> None:
     found = broken(tmp_path, corrupt)

@@ -198,7 +198,7 @@ def test_checkpoint_of_another_policy_is_refused(store):
     params, opt_state = abstract_of(state_on(mesh))
     with pytest.raises(
         CheckpointError,
-        match=r"found but not expected: 2 \(opt_state.0.mu.embed float32\[8, 6\]; opt_state.0.steps",
+        match=r"but not expected: 2 \(opt_state.0.mu.embed float32\[8, 6\]; opt_state.0.steps",
     ):
         store.restore(1, State(params, ()))
     params["bias"] = params["embed"]
@@ -233,7 +233,7 @@ def test_damaged_checkpoint_names_the_file_and_others(store, damage):
         largest.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
     with pytest.raises(
         CheckpointError,
-        match=rf"/2 cannot be read: .*{largest.name}.* found .* resume from another checkpoint \(1\)",
+        match=rf"/2 cannot be read: .*{largest.name}.* found .* from another checkpoint \(1\)",
     ):
         store.restore(None, abstract_of(state_on(mesh_of(1))))
 
@@ -319,7 +319,7 @@ CHILD = """
 
 
 def run_child(code: str, folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
-    """Run CHILD and `code` in a process with one device; `before` may set up another file system."""
+    """Run CHILD and `code` in a process with one device; `before` may mount a file system."""
     env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[2])}
     source = textwrap.dedent(CHILD) + textwrap.dedent(code)
     command = [*before, sys.executable, "-W", "error", "-c", source, str(folder)]
@@ -363,7 +363,8 @@ def test_failed_write_is_reported_and_training_continues(tmp_path):
         """
         store.save(1, state(1), ROLLOUT)
         store.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))  # files of at most 1 MiB
+        # files of at most 1 MiB
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
         store.save(2, state(2), ROLLOUT)
         try:
             store.wait()

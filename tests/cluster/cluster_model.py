@@ -1,7 +1,6 @@
-"""A run on a cluster under simulated time: the real WeightBroadcast, Engines,
-Router, RollingUpdate and RollingSource between simulated processes.
+"""A run on a cluster under simulated time, with real broadcast, engines, router and rolling update.
 
-Trainer hosts and engines are models. Their messages cross a network that loses, delays, duplicates
+Trainer hosts and engines are models. Their messages cross a network that drops, delays, duplicates
 and reorders them; engines die, hang and are replaced; objects of the store are lost. The loop
 trains on batches as `areal_jax.loop` does, and evaluates while the weight broadcast is paused.
 """
@@ -85,7 +84,7 @@ class Outcome:
     ended_s: float = math.inf
     answered: dict[str, list[Completion]] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
-    """Violated laws."""
+    """Violated invariants."""
     waits_for: str = ""
 
 
@@ -424,7 +423,7 @@ class EngineModel:
 
 
 class World:
-    """A run, its processes, and what goes wrong."""
+    """A run, its processes, and its faults."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.rng = setup, random.Random(setup.seed)
@@ -526,7 +525,7 @@ class World:
                 evaluation = asyncio.create_task(self.evaluate(version + 1))
                 evaluations.add(evaluation)
                 evaluation.add_done_callback(evaluations.discard)
-        self.outcome.waits_for = "evaluations and groups under way"
+        self.outcome.waits_for = "running evaluations and groups"
         await asyncio.gather(*evaluations, *groups.values())
         self.outcome.waits_for = f"version {setup.num_steps} at every engine"
         await happening

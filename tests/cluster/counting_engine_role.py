@@ -18,14 +18,17 @@ IN_ITS_TURN = -2
 
 class Counting:
     def __init__(self, emit: Emit, version: int, dies_at: int) -> None:
-        """Args: version: stamped on every token. dies_at: after so many tokens of its own; -1:
-        never; or IN_ITS_TURN.
+        """Create the role.
+
+        Args:
+            version: stamped on every token.
+            dies_at: number of its own tokens after which it dies; -1: never; or IN_ITS_TURN.
         """
         self._emit, self._version, self._dies_at = emit, version, dies_at
         self._sampled: dict[str, list[Completion]] = {}
         self._ended: set[tuple[str, int]] = set()
         self._swap: tuple[float, float] | None = None
-        """When it began and ended, time.time."""
+        """Start and end of the swap, by time.time."""
 
     async def begin(self) -> dict[str, Any]:
         return {}
@@ -61,7 +64,7 @@ class Counting:
             await asyncio.sleep(0.1)
 
     async def grant_turn(self, ticket: float) -> None:
-        """Swap, which takes a while, or the process's life."""
+        """Swap, which takes a while, or die."""
         begin_s = time.time()
         self._swap = begin_s, begin_s
         if self._dies_at == IN_ITS_TURN:

@@ -172,7 +172,7 @@ def test_worker_marked_dead_is_reported_once_and_ignored() -> None:
         with pytest.raises(WorkerDied, match="echo 7 died: it was killed: it is of no use"):
             await waiting
         connection.mark_dead("again")
-        # The listener finds out that the process has ended.
+        # The listener detects that the process has ended.
         await asyncio.wait(
             [task for task in asyncio.all_tasks() if task.get_name() == "poll events of echo 7"],
             timeout=30.0,

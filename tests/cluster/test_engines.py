@@ -63,7 +63,7 @@ def test_request_resumes_on_another_engine_from_the_last_report(
     async def scenario(engines: Engines) -> list[Completion]:
         await join(engines, 0, dies_at=5)
         future = engines.submit(request("a"))
-        # It joins while the first one draws.
+        # It joins while the first one decodes.
         await join(engines, 1)
         return await future
 

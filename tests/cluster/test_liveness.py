@@ -1,8 +1,8 @@
 """Weight broadcast, rolling update, engines and router under simulated time and faults.
 
-Every run ends and keeps its laws.
+Every run ends and keeps its invariants.
 
-AREAL_JAX_SCHEDULES=10000 python -m pytest tests/cluster/test_liveness.py
+    AREAL_JAX_SCHEDULES=10000 python -m pytest tests/cluster/test_liveness.py
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ faults = st.lists(
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Thousands of runs log tens of thousands of deaths."""
+    """Suppress the log: thousands of runs log tens of thousands of deaths."""
     caplog.set_level(logging.ERROR, logger="areal_jax")
 
 
@@ -59,7 +59,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 @given(setup=setups, faults=faults)
 @pytest.mark.timeout(0)
 @pytest.mark.slow
-def test_every_run_ends_and_keeps_its_laws_under_faults(setup: Setup, faults: list[Fault]) -> None:
+def test_runs_end_and_keep_invariants_under_faults(setup: Setup, faults: list[Fault]) -> None:
     assert simulated(setup, faults).broken == []
 
 
@@ -96,7 +96,7 @@ def test_requests_leave_an_engine_that_hangs(has_slots: bool, patience_s: float)
             world.start_engine()
         world.broadcast.publish(0, None)
         await world.engines.wait_for_version(0, 60.0)
-        # It lives, and reports its requests: those that have slots once it decodes with version 0.
+        # It is alive and reports its requests; they have slots once it decodes with version 0.
         while has_slots and world.living[0].version < 0:
             await asyncio.sleep(0.1)
         world.living[0].hangs_until_s = math.inf

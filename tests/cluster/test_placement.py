@@ -68,7 +68,7 @@ def test_own_cluster_requires_a_token_and_others_keep_theirs() -> None:
     [
         (
             ["launch.trainer_hosts=2", "launch.accelerator=GPU", "launch.trainer_devices=4"],
-            r"too small for 2 trainer hosts, 2 engines, 1 reward worker: expected 10 GPU, found 0; lower",
+            r"for 2 trainer hosts, 2 engines, 1 reward worker: expected 10 GPU, found 0; lower",
         ),
         (
             ["launch.address=127.0.0.1:1"],
@@ -125,7 +125,7 @@ def test_worker_death_at_start_ends_the_run_with_one_line(
 
 def test_every_process_must_fit_on_one_node() -> None:
     nodes = [{"CPU": 8.0, "memory": 1.0}, {"CPU": 8.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 8.0}]
-    # 4 GPUs each, thrice, leave 4 of one node to as many engines; reward workers need none.
+    # Three times 4 GPUs leave 4 of one node for 4 engines; reward workers need none.
     engines = {"CPU": 1.0, "GPU": 1.0}
     wanted: dict[Kind, tuple[int, dict[str, float]]] = {
         "reward worker": (8, {"CPU": 1.0}),
@@ -153,6 +153,7 @@ def test_too_small_nodes_are_refused_with_their_resources() -> None:
     assert (
         "too small for 1 trainer host, 2 engines, 1 reward worker: expected one node for each "
         "(trainer host 1 CPU and 4 GPU, engine 1 CPU and 1 GPU, reward worker 1 CPU), found nodes "
-        "of 2 CPU and 2 GPU (3 times), 4 CPU without resources for 1 of 1 trainer host; lower launch.trainer_hosts"
+        "of 2 CPU and 2 GPU (3 times), 4 CPU without resources for 1 of 1 trainer host; lower "
+        "launch.trainer_hosts"
     ) in str(caught.value)
     require_fit(config, "none", nodes)

@@ -1,6 +1,4 @@
-"""A run without progress, under simulated time: named, then mended or ended; and what computes is
-left alone.
-"""
+"""The watchdog under simulated time: stalled runs are logged, repaired or ended."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from areal_jax.sim import clock
 
 
 class Seen:
-    """What a watchdog sees of a run, and does to it."""
+    """Inputs of a watchdog, and its replacements of workers."""
 
     def __init__(self) -> None:
         self.progress, self.cpu_s, self.replaced, self.workers = 0, 0.0, list[float](), 0
@@ -38,7 +36,7 @@ class Seen:
 
 
 def stalled_s(seen: Seen) -> float:
-    """When the run ends by the watchdog."""
+    """Return the time when the watchdog ends the run."""
 
     async def run() -> float:
         with pytest.raises(

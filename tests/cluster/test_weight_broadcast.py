@@ -1,6 +1,4 @@
-"""Versions on their way from several trainer hosts to engines: the same of all hosts, the newest,
-whole or not at all.
-"""
+"""Broadcast of versions from trainer hosts to engines: equal on all hosts, newest, and complete."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from areal_jax.cluster.weight_broadcast import WeightBroadcast
 
 
 class Hosts:
-    """What a broadcast asks of trainer hosts: each gives a published version when the test says so."""
+    """Trainer hosts of the broadcast, which contribute a published version on request."""
 
     num_hosts = 2
 
@@ -57,7 +55,7 @@ class Hosts:
 
 
 class Offers:
-    """What a broadcast tells engines."""
+    """Engines of the broadcast, with the announced versions."""
 
     def __init__(self) -> None:
         self.made: list[tuple[int, Any]] = []
@@ -229,8 +227,8 @@ def test_newer_version_replaces_a_lost_one_while_paused() -> None:
             hosts.give(2)
             await turns()
             assert [version for version, _ in offers.made] == [1]
-            # An engine that joined cannot have the version that the evaluation asks for, and nobody
-            # has its parameters.
+            # An engine that joined cannot get the version of the evaluation: no host has its
+            # parameters any more.
             offers.skip(1)
             assert [version for version, _ in offers.made] == [1, 2]
 

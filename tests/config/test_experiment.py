@@ -46,34 +46,34 @@ experiment = Experiment(name="small", num_steps=3)
 
 @chz.chz
 class PrefillChunk:
-    """How a shape is filled."""
+    """Fill of a shape."""
 
 
 @chz.chz
 class Solid(PrefillChunk):
-    """One colour."""
+    """One color."""
 
 
 @chz.chz
 class Striped(PrefillChunk):
-    """Two colours."""
+    """Two colors."""
 
     width: int = chz.field(default=1, doc="of a stripe")
 
 
 @chz.chz
 class Shape:
-    """What is sampled."""
+    """Base class of a choice."""
 
 
 @chz.chz
 class Point(Shape):
-    """Nothing to fill."""
+    """A shape without fill."""
 
 
 @chz.chz
 class Square(Shape):
-    """Something to fill."""
+    """A shape with fill."""
 
     fill: PrefillChunk = chz.field(default_factory=Solid, doc="inside")
 
@@ -94,7 +94,7 @@ def written(experiment: AnyExperiment, folder: Path) -> Path:
     return folder / "config.json"
 
 
-def test_the_promised_experiments_are_shipped() -> None:
+def test_documented_experiments_exist() -> None:
     assert {"aime", "aime_1p5b", "dpo", "gsm8k", "reward_model", "sft", "tiny_sft"} <= set(SHIPPED)
 
 
@@ -107,7 +107,7 @@ def test_a_run_can_be_repeated_from_its_config_json(name: str, tmp_path: Path) -
     assert type(again) is type(experiment)
 
 
-def test_overrides_survive_in_config_json_and_come_after_it(tmp_path: Path) -> None:
+def test_config_json_keeps_overrides_and_accepts_more(tmp_path: Path) -> None:
     overrides = [
         "tasks=Files",
         "tasks.path=a,b.jsonl",
@@ -165,7 +165,7 @@ def test_the_last_override_of_a_key_wins() -> None:
     assert load_experiment("aime", ["seed=2", "seed=3"]).seed == 3
 
 
-def test_another_class_brings_its_own_defaults_in_any_order() -> None:
+def test_chosen_class_has_its_own_defaults_in_any_order() -> None:
     capped = load_experiment(
         "aime",
         ["trainer.loss.importance_weighting=Masked", "trainer.loss.importance_weighting.cap=5"],
@@ -179,7 +179,7 @@ def test_another_class_brings_its_own_defaults_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_an_algorithm_sets_the_switches_of_its_preset_and_nothing_else(name: str) -> None:
+def test_algorithm_sets_only_the_settings_of_its_preset(name: str) -> None:
     plain, preset = settings(load_experiment("aime")), PRESETS[name]
     experiment = load_experiment("gsm8k", [f"algorithm={name}"])
     assert isinstance(experiment, Experiment)
@@ -216,7 +216,7 @@ def test_reference_has_a_kl_penalty_with_a_gradient(
         ConfigError, match=r"trainer\.reference\.kl\.estimator=k1: expected one of k2, k3"
     ):
         load_experiment("aime", ["trainer.reference.kl.estimator=k1"])
-    # There is no coefficient without a reference for it to be of.
+    # The coefficient belongs to the reference.
     with pytest.raises(ConfigError, match=r"unknown setting trainer\.kl"):
         load_experiment("aime", ["trainer.kl=0.1"])
     with pytest.raises(ConfigError, match="expected 0 or more"):
@@ -231,7 +231,7 @@ def test_reference_has_a_kl_penalty_with_a_gradient(
         load_experiment("tiny_sft", ["trainer.reference.path=initial"])
 
 
-def test_a_teacher_must_be_named_and_is_signal_enough() -> None:
+def test_teacher_needs_a_path_and_no_reward_signal() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.teacher\.path is required"):
         load_experiment("aime", ["trainer.teacher.weight=2"])
     lone = ["rollout.samples_per_group=1", "trainer.teacher.path=embedded"]
@@ -246,11 +246,11 @@ def test_overrides_win_over_a_preset(tmp_path: Path) -> None:
         0.0,
         1.0,
     )
-    # It is written down switch by switch, and read again without the preset's name.
+    # It is stored as single settings, without the name of the preset.
     assert read_config(written(experiment, tmp_path)) == experiment
 
 
-def test_a_critic_belongs_to_gae_alone() -> None:
+def test_critic_needs_gae() -> None:
     ppo = load_experiment(
         "aime",
         ["algorithm=ppo", "trainer.critic.warmup_steps=5", "trainer.critic.optimizer.beta1=0.5"],
@@ -262,12 +262,12 @@ def test_a_critic_belongs_to_gae_alone() -> None:
         "trainer.critic.optimizer, trainer.critic.path: no effect under "
         "trainer.advantages=GroupNormalized"
     ) in refusal("trainer.critic.path=x", "trainer.critic.optimizer.beta1=0.5")
-    # An experiment with a critic of its own, trained without one.
+    # An experiment with critic settings, trained without a critic.
     assert load._with_algorithm(ppo, "grpo").trainer.critic == Critic()
     assert load._with_algorithm(ppo, "ppo") == ppo
 
 
-def test_an_unknown_algorithm_is_answered_with_the_known_ones() -> None:
+def test_unknown_algorithm_error_lists_known_ones() -> None:
     assert load_experiment("aime", ["algorithm=GRPO"]) == load_experiment(
         "aime", ["algorithm=grpo"]
     )
@@ -296,7 +296,7 @@ def test_a_choice_inside_a_choice_may_be_given_in_any_order() -> None:
     )
 
 
-def test_a_record_may_be_left_out_and_a_setting_inside_brings_it(tmp_path: Path) -> None:
+def test_optional_record_is_created_by_a_setting_inside(tmp_path: Path) -> None:
     assert load_experiment("aime").policy.lora is None
     for overrides in (["policy.lora=LoRA", "policy.lora.rank=4"], ["policy.lora.rank=4"]):
         experiment = load_experiment("aime", overrides)
@@ -309,7 +309,7 @@ def test_a_record_may_be_left_out_and_a_setting_inside_brings_it(tmp_path: Path)
     assert "set policy.lora=LoRA" in refusal("policy.lora=none", "policy.lora.rank=4")
 
 
-def test_the_same_class_again_keeps_what_the_experiment_set() -> None:
+def test_choosing_the_same_class_keeps_its_settings() -> None:
     assert isinstance(
         loaded := load_experiment("aime", ["eval_tasks=Synthetic", "eval_tasks.seed=7"]), Experiment
     )
@@ -482,7 +482,7 @@ def test_invalid_preference_settings_are_refused(overrides: list[str], said: lis
     assert [part for part in said if part not in message] == []
 
 
-def test_an_objective_of_pairs_is_none_of_reinforcement_learning() -> None:
+def test_preference_loss_is_refused_for_reinforcement_learning() -> None:
     assert "trainer.loss=DPO: expected one of" in refusal("trainer.loss=DPO")
 
 
@@ -503,7 +503,7 @@ def test_all_violations_are_reported_at_once() -> None:
     assert len(refusal("engine.temperature=0", "trainer.num_mini_batches=99").splitlines()) == 2
 
 
-def test_one_answer_per_problem_is_fine_where_the_batch_is_compared() -> None:
+def test_one_sample_per_group_is_valid_with_batch_advantages() -> None:
     experiment = load_experiment(
         "aime", ["rollout.samples_per_group=1", "trainer.advantages=BatchNormalized"]
     )
@@ -559,13 +559,13 @@ def test_config_of_release_0_1_is_refused_with_its_release(tmp_path: Path) -> No
         read_config(path)
 
 
-def test_an_experiment_may_be_any_file(tmp_path: Path) -> None:
+def test_experiment_can_be_any_file(tmp_path: Path) -> None:
     path = tmp_path / "small.py"
     path.write_text(SMALL)
     assert load_experiment(str(path), ["seed=9"]) == Experiment(name="small", num_steps=3, seed=9)
 
 
-def test_a_file_may_bring_its_own_class_of_tasks(tmp_path: Path) -> None:
+def test_experiment_file_can_define_task_classes(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "from __future__ import annotations\nimport chz\nfrom areal_jax.config.experiment import "
@@ -587,15 +587,13 @@ def test_a_file_may_bring_its_own_class_of_tasks(tmp_path: Path) -> None:
         (SMALL.replace("num_steps=3", "num_steps='3'"), "num_steps=3: expected int, found '3'"),
     ],
 )
-def test_a_file_without_a_right_experiment_is_refused(
-    content: str, said: str, tmp_path: Path
-) -> None:
+def test_file_without_an_experiment_is_refused(content: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
     path.write_text(content)
     assert said in refusal(of=str(path))
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_unknown_experiment_error_lists_known_ones() -> None:
     message = refusal(of="aim")
     assert all(name in message for name in SHIPPED)
 
@@ -630,7 +628,7 @@ def test_a_wrong_config_json_is_refused(content: str | None, said: str, tmp_path
     assert said in str(raised.value)
 
 
-def test_the_paper_s_recipe_is_the_paper_s() -> None:
+def test_aime_1p5b_matches_the_paper() -> None:
     # AReaL, arXiv:2505.24298, table 3.
     recipe = settings(load_experiment("aime_1p5b"))
     table = {
@@ -676,7 +674,7 @@ def test_configuration_does_not_import_jax() -> None:
     )
 
 
-def test_public_names_are_what_they_are_where_they_are_defined() -> None:
+def test_public_names_are_the_defining_objects() -> None:
     from areal_jax.rl.losses import decoupled_ppo_loss
 
     assert areal_jax.decoupled_ppo_loss is decoupled_ppo_loss
@@ -687,7 +685,7 @@ def test_public_names_are_what_they_are_where_they_are_defined() -> None:
         areal_jax.nothing  # noqa: B018
 
 
-def test_the_public_loss_claims_no_device() -> None:
+def test_public_loss_initializes_no_device() -> None:
     in_fresh_python(
         "from areal_jax import decoupled_ppo_loss\nfrom jax._src import xla_bridge\nassert "
         "callable(decoupled_ppo_loss) and not xla_bridge.backends_are_initialized()"

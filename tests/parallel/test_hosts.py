@@ -38,8 +38,8 @@ def test_missing_processes_are_named_in_all_others(
         ]:
             assert isinstance(error, TimeoutError)
             assert (
-                f"expected 4 trainer processes at {coordinator} within 3 s; missing: {missing}. Start"
-                in str(error)
+                f"expected 4 trainer processes at {coordinator} within 3 s; missing: {missing}. "
+                "Start" in str(error)
             )
 
 

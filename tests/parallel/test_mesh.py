@@ -10,7 +10,7 @@ DEVICES = jax.devices()
 
 @pytest.mark.parametrize(
     ("num_devices", "train", "rollout"),
-    # Three quarters, rounded, but at least one device each: 1.5 of 2 would be 2, with none to train.
+    # Three quarters, rounded, but at least one device each: 1.5 of 2 would leave none to train.
     [(2, 1, 1), (3, 1, 2), (4, 1, 3), (5, 1, 4), (6, 2, 4), (7, 2, 5), (8, 2, 6)],
 )
 def test_default_split_is_three_quarters_rollout(num_devices, train, rollout):

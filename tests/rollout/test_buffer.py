@@ -24,7 +24,7 @@ def test_take_returns_oldest_groups_first() -> None:
         buffer = Buffer(1.0, groups=map(group, order))
         assert ids(await buffer.take(8, 0)) == list(range(8))
         assert ids(buffer.snapshot()) == list(range(8, 16))
-        # A straggler of the first batch goes before all that is left.
+        # A straggler of the first batch goes before the remaining groups.
         buffer.put(group(16))
         assert ids(await buffer.take(8, 1)) == list(range(8, 16))
         assert ids(await buffer.take(1, 2)) == [16]
@@ -72,7 +72,7 @@ def test_batch_timeout_describes_the_gate() -> None:
         buffer = Buffer(0.02, lambda: "gate at version 7, 3 running", [group(0)])
         with pytest.raises(
             TimeoutError,
-            match=r"expected 4 groups for version 7 within .*batch_timeout_s=0.02 s, found 1; gate at",
+            match=r"4 groups for version 7 within .*batch_timeout_s=0.02 s, found 1; gate at",
         ):
             await buffer.take(4, 7)
         assert 0.02 <= buffer.waited_s < 1

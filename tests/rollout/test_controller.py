@@ -86,9 +86,7 @@ async def one_call(task: Task, generate: Generate, grader: Grader) -> tuple[Samp
 
 
 async def concurrent_turns(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
-    """Three concurrent conversations of up to three turns, whose calls interleave by their
-    latency.
-    """
+    """Run three concurrent conversations of up to three turns, interleaved by their latency."""
 
     async def converse(first: int) -> list[Sample]:
         prompt, samples = np.append(prompt_of(task), np.int32(first)), []
@@ -259,8 +257,9 @@ def test_samples_depend_on_seed_and_group_only() -> None:
 @pytest.mark.parametrize("workflow", [one_call, concurrent_turns])
 @pytest.mark.parametrize("seed", range(15))
 def test_crash_at_any_time_loses_and_repeats_no_task(seed: int, workflow: Workflow) -> None:
-    """Crash repeatedly at random ticks and resume from the last snapshot: the trained groups equal
-    those of a run without crashes, token by token.
+    """Crash repeatedly at random ticks and resume from the last snapshot.
+
+    The trained groups equal those of a run without crashes, token by token.
     """
     chance = random.Random(seed)
 
@@ -278,7 +277,7 @@ def test_crash_at_any_time_loses_and_repeats_no_task(seed: int, workflow: Workfl
                 await asyncio.sleep(0)
             if training.done():
                 return None, training.result()
-            # The trainer stands still while the snapshot is taken, as it does in the loop.
+            # The trainer waits while the snapshot is taken, as in the loop.
             stand_still.clear()
             state = await rollouts.snapshot()
             kept = list(trained)
@@ -289,7 +288,7 @@ def test_crash_at_any_time_loses_and_repeats_no_task(seed: int, workflow: Workfl
             assert state.tasks["place"] == state.next_group_id
             assert rollouts.gate.running + len(rollouts._waiting) == len(state.suspended)
             stand_still.set()
-            # What happens between the snapshot and the crash is lost, and must not show.
+            # Progress between the snapshot and the crash is lost, without effect on the result.
             for _ in range(chance.randrange(30)):
                 await asyncio.sleep(0)
             training.cancel()
@@ -414,7 +413,7 @@ def test_snapshot_of_restored_run_keeps_running_and_waiting_groups() -> None:
             SuspendedGroup(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in range(5)
         )
         state = RolloutState({"place": 5}, 5, {}, (), old)
-        # Two may run, three wait for the gate; the engine stands still.
+        # Two may run, three wait for the gate; the engine does not run.
         narrow = RolloutConfig(groups_per_batch=4, max_staleness=2, max_running_groups=2)
         async with run(one_call, 20, TinyEngine(version=-1), narrow, version=1, restored=state) as (
             rollouts,
@@ -750,7 +749,7 @@ def test_silent_engine_fails_the_snapshot_with_timeout(monkeypatch: pytest.Monke
 
     async def main() -> None:
         gate, buffer = open_gate(CONFIG, 0)
-        # Nobody runs this engine.
+        # This engine does not run.
         async with run_rollouts(
             Numbers(9),
             TinyEngine(),

@@ -46,8 +46,8 @@ def plan(*overrides: str) -> Plan:
 
 
 def test_device_seconds_are_those_of_full_slots() -> None:
-    # 6 devices with 48 slots draw 1000 tokens in 1000 / 48 steps of 10 ms, and prefill 200 in 1 ms
-    # each; 2 devices train.
+    # 6 devices with 48 slots sample 1000 tokens in 1000 / 48 steps of 10 ms, and prefill 200 in
+    # 1 ms each; 2 devices train.
     times = StageTimes(0.01, 0.001, 0.0, 0.0, train_step_s=1.5, grading_s=0.0, travel_s=0.0)
     rows = [
         {"rollout/tokens": 900.0, "rollout/prefill_tokens": 200.0},
@@ -58,8 +58,8 @@ def test_device_seconds_are_those_of_full_slots() -> None:
     assert train_s == pytest.approx(2 * 1.5)
 
 
-def test_each_device_keeps_its_slots_and_the_settings_count_the_devices(tmp_path: Path) -> None:
-    # As much to draw as to train on: half. 48 slots on 6 devices are 32 on 4.
+def test_slots_per_device_are_equal_in_all_splits(tmp_path: Path) -> None:
+    # Equal times of decoding and training: half. 48 slots on 6 devices are 32 on 4.
     found = best_split(plan(*SMALL, "engine.kv_tokens=12000"), 1.0, 1.0)
     assert (found.train_mesh.size, found.rollout_mesh.size) == (4, 4)
     assert (found.experiment.engine.num_slots, found.experiment.engine.kv_tokens) == (32, 8000)
@@ -68,7 +68,7 @@ def test_each_device_keeps_its_slots_and_the_settings_count_the_devices(tmp_path
     assert (again.rollout_share, again.rollout_devices, again.train_devices) == (None, 4, 4)
 
 
-def test_a_split_that_cannot_be_gives_way_to_the_next_best() -> None:
+def test_infeasible_split_falls_back_to_the_next_best() -> None:
     # 5 to 3 would be best, but engines over two devices need an even number.
     assert best_split(plan(*SMALL), 5.0, 3.0).rollout_mesh.size == 5
     assert best_split(plan(*SMALL, "placement.rollout_tensor=2"), 5.0, 3.0).rollout_mesh.size == 4
@@ -85,7 +85,7 @@ def test_a_split_that_cannot_be_gives_way_to_the_next_best() -> None:
 
 
 @pytest.mark.slow
-def test_what_takes_longer_gets_more_devices(tmp_path: Path) -> None:
+def test_slower_stage_gets_more_devices(tmp_path: Path) -> None:
     splits: list[int] = []
     for name, settings in {"decode": MANY_STEPS, "train": MUCH_TO_LEARN}.items():
         found = balanced(plan(*settings), tmp_path / name)

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def other_process(folder: Path, code: str = "", setup: str = "") -> subprocess.Popen[str]:
-    """A process that has claimed the folder, says so, and then waits for its stdin to end."""
+    """Start a process that claims the folder, reports it, and waits for the end of its stdin."""
     source = (
         "import os, sys\nfrom pathlib import Path\nfrom areal_jax.run.claim import "
         f"claimed\n{setup}\nwith claimed(Path({str(folder)!r})) as claim:\n    {code or 'pass'}\n  "
@@ -96,7 +96,7 @@ def test_a_second_claim_in_one_process_is_refused(tmp_path: Path) -> None:
         Claim(tmp_path, "--folder")
 
 
-def test_of_simultaneous_claims_one_is_granted(tmp_path: Path) -> None:
+def test_one_of_simultaneous_claims_is_granted(tmp_path: Path) -> None:
     source = (
         "import sys, time\nfrom pathlib import Path\nfrom areal_jax.run.claim import FolderInUse, "
         "claimed\nprint('ready', flush=True)\nsys.stdin.readline()\ntry:\n    with "
@@ -142,7 +142,7 @@ def test_the_claim_of_a_killed_process_is_taken_over(
 
 def test_a_forked_child_does_not_hold_its_parents_claim(tmp_path: Path) -> None:
     folder, number = tmp_path / "run", tmp_path / "child"
-    # The child writes its number, which it does after it has let go of the claim.
+    # The child writes its process id after it has released the claim.
     write = f"Path({str(number)!r}).write_text(f'{{os.getpid()}} ')"
     forking = f"child = os.fork()\n    ({write}, os.read(os.pipe()[0], 1)) if child == 0 else None"
     process = other_process(folder, forking)
@@ -188,7 +188,7 @@ def lease_of_another_renewed(folder: Path) -> None:
     (folder / CLAIM).write_text(json.dumps(lease | {"beat": lease["beat"] + 1}))
 
 
-def test_a_container_that_shares_the_kernel_is_judged_by_the_lock(
+def test_container_on_the_same_kernel_is_detected_by_the_lock(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lease_of_another(tmp_path, boot=leases.boot_id(), pid_namespace="pid:[1]", pid=os.getpid())
@@ -196,7 +196,7 @@ def test_a_container_that_shares_the_kernel_is_judged_by_the_lock(
         assert "taking over from" in caplog.text and "waiting" not in caplog.text
 
 
-def test_a_reused_process_number_is_no_holder(tmp_path: Path) -> None:
+def test_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
     here = {"boot": leases.boot_id(), "pid_namespace": leases.pid_namespace(), "pid": os.getpid()}
     lease_of_another(tmp_path, **here, process_start=1.0)
     with claimed(tmp_path):
@@ -236,7 +236,7 @@ def test_without_locks_one_of_two_simultaneous_claims_is_granted(
     assert [type(error) for error in found if error is not None] == [FolderInUse]
 
 
-def test_a_holder_whose_claim_was_taken_over_ends(tmp_path: Path) -> None:
+def test_holder_exits_after_its_claim_is_taken_over(tmp_path: Path) -> None:
     process = other_process(
         tmp_path, setup="import areal_jax.run.claim as claims; claims.RENEW_S = 0.1"
     )
@@ -249,7 +249,7 @@ def test_a_holder_whose_claim_was_taken_over_ends(tmp_path: Path) -> None:
     process.communicate()
 
 
-def test_a_writer_of_an_earlier_holder_is_waited_for_and_may_not_write(
+def test_writer_of_an_earlier_holder_is_awaited_and_blocked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "WRITERS_TIMEOUT_S", 1.5)
@@ -285,6 +285,6 @@ def test_an_unwritable_folder_is_refused_by_its_setting(number: int, tmp_path: P
         raise OSError(number, os.strerror(number))
 
 
-def test_a_full_disk_is_not_blamed_on_the_folder(tmp_path: Path) -> None:
+def test_full_disk_is_reported_as_such(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"), writable(tmp_path, "--folder"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

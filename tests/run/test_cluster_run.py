@@ -1,6 +1,4 @@
-"""A whole run on Ray, on this machine: parts are killed while it goes on, and nothing is lost or
-repeated.
-"""
+"""A whole run on Ray on this machine: no task is skipped or repeated when workers are killed."""
 
 from __future__ import annotations
 
@@ -39,8 +37,9 @@ def test_worker_deaths_lose_no_task(tmp_path: Path, caplog: pytest.LogCaptureFix
     processes: list[psutil.Process] = []
 
     async def killing(run: Run[Trainers]) -> None:
-        """An engine, then a reward worker, then, in the run's first life, the trainer host; each a
-        few steps after the last.
+        """Kill an engine, a reward worker and, before the first restart, the trainer host.
+
+        The kills are a few steps apart.
         """
         assert isinstance(run.engine, Engines) and isinstance(run.grader, TracedGrader)
         graders = run.grader.counted

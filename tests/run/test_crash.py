@@ -1,6 +1,4 @@
-"""What a run survives: kill -9 at any moment, Ctrl-C, a loss that is not finite. By the command
-line, each in a process.
-"""
+"""Faults of a run started by the command line: kill -9, Ctrl-C, and a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -136,7 +134,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(
 
 
 @pytest.mark.slow
-def test_sigterm_during_start_up_ends_in_time_and_says_so(
+def test_sigterm_during_startup_exits_with_a_message(
     tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:
     run = tmp_path / "run"
@@ -150,9 +148,7 @@ def test_sigterm_during_start_up_ends_in_time_and_says_so(
 
 
 @pytest.mark.slow
-def test_a_hole_in_the_metrics_is_refused_on_resuming(
-    tmp_path: Path, of_a_command: dict[str, str]
-) -> None:
+def test_resume_refuses_metrics_with_a_gap(tmp_path: Path, of_a_command: dict[str, str]) -> None:
     run = tmp_path / "run"
     finished(
         start(tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL, "num_steps=4")
@@ -180,7 +176,7 @@ def test_infinite_loss_ends_the_run_and_keeps_samples_and_checkpoints(
     tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:
     run = tmp_path / "run"
-    # A learning rate beyond all bounds: within a few steps no logit is finite any more.
+    # A huge learning rate: within a few steps no logit is finite.
     process = start(
         tmp_path,
         of_a_command,
@@ -197,7 +193,7 @@ def test_infinite_loss_ends_the_run_and_keeps_samples_and_checkpoints(
     assert process.returncode == 1, output
     assert "training diverged" in output and "learning_rate" in output and "Traceback" not in output
     done = steps_done(run)
-    # No take beside that of the last version: the batch that met it is nothing to go on with.
+    # No second save of the last version: the failed batch must not be resumed from.
     assert {path.name for path in (run / "checkpoints").iterdir()} == {
         f"{version}" for version in range(1, done + 1)
     }

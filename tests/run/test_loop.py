@@ -1,6 +1,4 @@
-"""The laws of the whole loop, on one device and on a train mesh of four beside a rollout mesh of
-four.
-"""
+"""Invariants of the whole loop, on one device, and on a train and a rollout mesh of four each."""
 
 from __future__ import annotations
 
@@ -84,17 +82,13 @@ SLOW_ON_MANY = pytest.mark.parametrize(
 
 
 async def grade_by_parity(task: Task, answer: str) -> RewardResult:
-    """Right where the answer has an even number of characters: what a policy that knows nothing
-    gets right half of the time.
-    """
+    """Grade answers of even length as correct: half of a random policy's answers."""
     return RewardResult("wrong" if len(answer) % 2 else "correct")
 
 
 @pytest.fixture
 def tiny_policy(tmp_path: Path) -> Path:
-    """A Hugging Face folder with a policy small enough to take a step in milliseconds; its weights
-    are sampled afresh.
-    """
+    """Make a Hugging Face folder with a small policy of random weights, for fast steps."""
     folder = tmp_path / "tiny"
     shutil.copytree(
         EMBEDDED, folder, ignore=shutil.ignore_patterns("model.safetensors", "README.md")
@@ -168,7 +162,7 @@ def from_examples(kind: type[E], policy: Path, examples: Path, *, num_steps: int
 
 
 def planned(exp: Experiment) -> Plan:
-    """The plan; with nothing said of devices, on one of the eight that tests see."""
+    """Make the plan; by default on one of the eight devices of tests."""
     if exp.placement != ONE:
         return with_known_engines(make_plan(exp))
     plan = make_plan(
@@ -190,9 +184,7 @@ KNOWN_ENGINES: dict[Any, tuple[DecodeEngine, ...]] = {}
 
 
 def with_known_engines(plan: Plan) -> Plan:
-    """With engines that have compiled their programs, where there were such before: they keep
-    nothing else.
-    """
+    """Reuse engines with compiled programs where they exist; they keep no other state."""
     engines = plan.engines
     key = (
         plan.policy,
@@ -204,7 +196,7 @@ def with_known_engines(plan: Plan) -> Plan:
 
 
 def run_loop(plan: Plan, folder: Path, *, resume: bool = False) -> dict[str, np.ndarray]:
-    """Train with the loop; the parameters it ends with."""
+    """Train with the loop; return the final parameters."""
 
     async def go() -> dict[str, np.ndarray]:
         async with build_run(plan, folder, resume=resume, make_trainer=rl_trainer) as run:
@@ -227,9 +219,7 @@ def samples(folder: Path) -> list[dict]:
 
 
 async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
-    """Synchronous RL as a textbook has it: draw a batch task by task, train on it, hand over the
-    weights, again.
-    """
+    """Train synchronously: sample a batch task by task, train on it, update the weights, repeat."""
     tokenizer = run.plan.tokenizer
     workflow = SingleTurn(tokenizer, exp.rollout.samples_per_group, exp.rewards)
     sampling = Sampling(
@@ -305,8 +295,7 @@ def test_100_asynchronous_steps_train_each_group_once_and_in_time(
         Counter(row["group"] for row in rows).most_common(1)[0][1] == exp.rollout.samples_per_group
     )
     assert len(rows) == num_steps * exp.rollout.groups_per_batch * exp.rollout.samples_per_group
-    # A batch is the oldest of what is finished, so that what was started early is not left behind
-    # for long.
+    # A batch has the oldest finished groups, so that no group is delayed for long.
     trained = sorted({row["group"] for row in rows})
     started = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])[
         "rollout/started"
@@ -370,7 +359,7 @@ def test_stop_and_resume_lose_and_repeat_no_task(
 
             def step(groups: Sequence[Group]) -> StepResult:
                 if run.trainer.version == 2 and max_staleness:
-                    # The next batch is there when the loop looks for it, and so is the wish to
+                    # The next batch is ready when the loop looks for it, and so is the request to
                     # stop.
                     until_s = time.monotonic() + 60
                     while len(buffer) < size and time.monotonic() < until_s:
@@ -411,7 +400,7 @@ def test_multi_turn_runs_train_and_resume(tiny_policy: Path, tmp_path: Path) -> 
     whole = run_loop(planned(exp), tmp_path / "whole")
     run_loop(planned(chz.replace(exp, num_steps=2)), tmp_path / "parts")
     resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
-    # Turns are prefilled together with whatever else comes then, and round accordingly.
+    # Turns are prefilled together with other requests, which changes rounding.
     for name, leaf in whole.items():
         np.testing.assert_allclose(resumed[name], leaf, atol=1e-4, err_msg=name)
     rows = samples(tmp_path / "whole")
@@ -434,9 +423,7 @@ def test_multi_turn_runs_train_and_resume(tiny_policy: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("adapter", [None, LoRA(rank=2)], ids=["all parameters", "an adapter"])
 @pytest.mark.slow
-def test_the_reference_of_a_resumed_run_is_what_it_began_with(
-    tiny_policy: Path, adapter: LoRA | None
-) -> None:
+def test_resumed_run_keeps_its_initial_reference(tiny_policy: Path, adapter: LoRA | None) -> None:
     exp = experiment(tiny_policy, ONE, num_steps=4, max_staleness=0)
     exp = chz.replace(
         exp,
@@ -452,7 +439,7 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(
     assert reference is not None
     jax.tree.map(np.testing.assert_array_equal, reference._params, base or params)
     assert not np.array_equal(jax.tree.leaves(trainer.params)[0], jax.tree.leaves(params)[0])
-    # Beside an adapter it takes no memory of its own.
+    # With an adapter it takes no additional memory.
     assert base is None or reference._params["embed"] is base["embed"]
 
 
@@ -462,7 +449,7 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(
     ids=["all parameters", "an adapter"],
 )
 @pytest.mark.slow
-def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
+def test_resumed_fine_tuning_is_bit_exact_and_evaluates(
     tiny_policy: Path, tmp_path: Path, adapter: LoRA | None, falls_to: float
 ) -> None:
     examples = tmp_path / "sums.jsonl"
@@ -490,13 +477,12 @@ def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
         [{name: row[name] for name in kept if name in row} for row in rows[folder]]
         for folder in ("whole", "parts")
     )
-    # The shorter run also measured what came out of it, version 3, in a row that the resumed one
-    # cut.
+    # The shorter run also evaluated its result, version 3, in a row that the resumed run removed.
     assert parts == whole
     measured = {row["version"]: row[names.EVAL_LOSS] for row in whole if names.EVAL_LOSS in row}
     assert list(measured) == [0, 2, 4, 6, 8]
     assert measured[8] < falls_to * measured[0]
-    # Nothing is decoded, and nothing is said of decoding.
+    # Nothing is decoded, and no metric of decoding exists.
     assert not [
         name
         for row in rows["whole"]
@@ -560,9 +546,7 @@ def test_preference_training_resumes_bit_exact_with_its_reference(
 
 @chz.chz
 class Diverging(CustomLoss):
-    """Infinite in the first update of a step, or in those after it, whose theta/proximal is no
-    longer 1.
-    """
+    """Infinite in the first update of a step, or in later ones, where theta/proximal is not 1."""
 
     at_first: bool = chz.field(default=False, doc="which of them")
 
@@ -599,7 +583,7 @@ def test_divergence_saves_no_checkpoint_of_half_a_step(
     assert trainer.version == 1
     for name, leaf in good.items():
         np.testing.assert_array_equal(host(trainer)[name], leaf, err_msg=name)
-    # A batch that was taken in vain is kept where another objective can train it.
+    # A batch that was not trained on is kept if another loss can train on it.
     assert len(decode(beside)[0].buffered) == (exp.rollout.groups_per_batch if at_first else 0)
     run_loop(plan, tmp_path, resume=True)
     assert len({row["task"] for row in samples(tmp_path)}) == 2 * exp.rollout.groups_per_batch
@@ -663,7 +647,7 @@ def test_adapter_run_resumes_bit_exact_and_exports_its_adapter(
     for name, leaf in whole.items():
         np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
         assert leaf.any()
-    # What travels in a step, to each of two engines, is the adapter alone, in float32.
+    # A weight update transfers the adapter only, in float32, to each of two engines.
     rows = [
         row
         for row in jsonl.read(tmp_path / "whole" / "metrics.jsonl")
@@ -712,12 +696,12 @@ def test_critic_starts_from_the_policy_trunk_and_is_exported(
         for path, leaf in jax.tree_util.tree_leaves_with_path(weights.params)
     }
     for name, leaf in host_initial(exp).items():
-        # The same draws, which another program may round otherwise.
+        # The same samples, which another program may round differently.
         np.testing.assert_allclose(began.get(name, leaf), leaf, rtol=1e-6, err_msg=name)
     run_loop(plan, tmp_path)
     rows = [row for row in jsonl.read(tmp_path / "metrics.jsonl") if "trainer/value_loss" in row]
     assert len(rows) == 2 and rows[0]["trainer/values"] == 0.0 and rows[1]["trainer/values"] != 0.0
-    # What it leaves is a critic to go on with.
+    # Its output is a critic that can be trained further.
     gone_on = chz.replace(exp.trainer, critic=Critic(path=str(tmp_path / "critic")))
     again = planned(chz.replace(exp, trainer=gone_on))
     assert ", with a fresh head" not in plan_text(again)
@@ -780,7 +764,7 @@ TWO = PlacementConfig(train_devices=1, rollout_devices=1)
 
 
 def stalling(experiment: Experiment) -> Experiment:
-    """The same, with short limits of its watchdog."""
+    """Return the experiment with short limits of its watchdog."""
     launch = chz.replace(experiment.launch, stall_warning_s=2.0, stall_timeout_s=6.0)
     return chz.replace(
         experiment, launch=launch, rewards=chz.replace(experiment.rewards, timeout_s=5.0)
@@ -816,7 +800,7 @@ def test_a_run_without_progress_ends_with_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_step_that_never_ends_ends_the_run_without_a_checkpoint_of_it(
+def test_hanging_step_ends_the_run_without_its_checkpoint(
     tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exp = stalling(experiment(tiny_policy, TWO, num_steps=4, max_staleness=1))

@@ -1,6 +1,4 @@
-"""Several nodes of Ray on this machine, each with an object store of its own; some are lost without
-warning.
-"""
+"""Several Ray nodes on this machine, each with its own object store; nodes die without warning."""
 
 from __future__ import annotations
 
@@ -48,8 +46,7 @@ from areal_jax.weights.object_store import Contribution, ShardPublisher, ShardRe
 pytestmark = pytest.mark.slow
 
 SIZES = {"a": (3, 2), "b": (3, 2), "c": (3, 1), "d": (3, 2)}
-"""CPUs and GPUs of each node. Ray takes them on trust: jax finds one CPU in every process, which
-does for one GPU."""
+"""Declared CPUs and GPUs of each node; jax finds one CPU device in every process."""
 
 TIMEOUT_S = 120.0
 STORE_BYTES = 80 * 2**20
@@ -66,10 +63,14 @@ def starting_processes() -> Iterator[None]:
 
 
 class Nodes:
-    """A cluster whose head carries none of the parts."""
+    """A cluster whose head node runs no worker."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Args: environment: of all that nodes start."""
+        """Start the head.
+
+        Args:
+            environment: environment of all processes of the nodes.
+        """
         self._environment = environment
         # Dead after a second without an answer; one that answers late gets ten.
         quick = {
@@ -83,7 +84,7 @@ class Nodes:
         self.address = str(self._cluster.address)
 
     def have(self, *names: str) -> None:
-        """Just these, and the head."""
+        """Start and stop nodes so that exactly these exist, besides the head."""
         for name in self._nodes.keys() - {*names, "head"}:
             self.lose(name)
         for name in names:
@@ -92,11 +93,11 @@ class Nodes:
         self._cluster.wait_for_nodes()
 
     def lose(self, name: str) -> None:
-        """Kill all that runs there, at once."""
+        """Kill all processes of a node at once."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def of(self, connection: WorkerHandle) -> str:
-        """Where a part runs."""
+        """Return the node of a worker."""
         raylet = psutil.Process(connection.process_id).ppid()
         return next(
             name
@@ -105,7 +106,7 @@ class Nodes:
         )
 
     def id(self, name: str) -> str:
-        """By which Ray knows it."""
+        """Return the Ray id of a node."""
         return self._nodes[name].node_id
 
     def end(self) -> None:
@@ -144,12 +145,13 @@ def nodes(of_a_command: dict[str, str]) -> Iterator[Nodes]:
     [
         (
             Ray(cpus_per_process=4, rollout_engines=1, accelerator="none"),
-            r"too small for 1 trainer host, 1 engine, 1 reward worker: expected 12 CPU, found 6; lower",
+            r"for 1 trainer host, 1 engine, 1 reward worker: expected 12 CPU, found 6; lower",
         ),
         (
             Ray(cpus_per_process=2, rollout_engines=1, accelerator="none"),
-            r"expected one node for each \(trainer host 2 CPU, engine 2 CPU, reward worker 2 CPU\), "
-            r"found nodes of 3 CPU and 2 GPU \(2 times\) without resources for 1 of 1 reward worker; "
+            r"expected one node for each \(trainer host 2 CPU, engine 2 CPU, reward worker 2 "
+            r"CPU\), found nodes of 3 CPU and 2 GPU \(2 times\) without resources for 1 of 1 "
+            r"reward worker; "
             r"lower",
         ),
         (
@@ -270,15 +272,15 @@ def test_weights_lost_with_their_node_are_skipped_until_the_next(
         dead_chunk, kept = given(publisher, 1, "c"), given(publisher, 2, "a")
         nodes.lose("c")
         with caplog.at_level(logging.WARNING):
-            # Nobody knows of the loss yet: the engine pulls.
+            # The loss is not detected yet: the engine pulls.
             reader.pull(1, [dead_chunk])
             with pytest.raises(TimeoutError):
                 reader.wait(1, 0.1)
             reader.pull(2, [kept])
             assert reader.wait(1, TIMEOUT_S).version == 2
         assert (
-            "weight update skipped: version=1, a chunk of host 0 could not be pulled: OwnerDiedError"
-            in caplog.text
+            "weight update skipped: version=1, a chunk of host 0 could not be pulled: "
+            "OwnerDiedError" in caplog.text
         )
         measured = reader.metrics()
         assert (measured["skipped"], measured["delivered"]) == ((1.0, 1.0), (1.0, 1.0))
@@ -292,7 +294,8 @@ def test_run_on_three_nodes_survives_the_death_of_two(
     nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes.have("a", "b", "c")
-    # 5 devices for 4 parts that have one: those of c find room on what is left, those of a do not.
+    # 5 devices for 4 workers with one each: those of c fit on the remaining nodes, those of a do
+    # not.
     settings = ("launch.accelerator=GPU", "launch.reward_workers=1", "launch.start_timeout_s=300")
     experiment = small_run(f"num_steps={STEPS}", *settings)
     monkeypatch.setattr(cluster, "NOTICE_S", 0.5)
@@ -317,8 +320,9 @@ def test_run_on_three_nodes_survives_the_death_of_two(
             await asyncio.sleep(0.01)
 
     async def losing(run: Run[Trainers]) -> None:
-        """In the run's first life a node without a trainer host, and then one with; an engine is on
-        each.
+        """Before the first restart, kill a node without a trainer host, and then one with.
+
+        Each of them has an engine.
         """
         assert (
             isinstance(run.engine, Engines)
@@ -329,7 +333,7 @@ def test_run_on_three_nodes_survives_the_death_of_two(
         assert isinstance(graders, Graders)
 
         def parts() -> dict[str, list[str]]:
-            """By node."""
+            """Return the workers by node."""
             found: dict[str, list[str]] = {}
             for connection in (
                 *run.trainer.connections,
@@ -362,7 +366,7 @@ def test_run_on_three_nodes_survives_the_death_of_two(
         await asyncio.to_thread(broadcast.wait_all_engines, 4, TIMEOUT_S)
         waits_at[4].set()
         await until(lambda: run.trainer.version == 7)
-        # Nothing is asked of the trainer hosts now: the run finds out by itself.
+        # No call of the trainer hosts is pending: the run must detect it.
         lose("a")
 
     async def adding() -> None:

@@ -69,7 +69,7 @@ def plan(policy: Path, *overrides: str) -> Plan:
 
 
 @pytest.mark.slow
-def test_memory_is_what_the_arrays_take(policy: Path) -> None:
+def test_memory_estimate_equals_array_sizes(policy: Path) -> None:
     found = plan(policy, "engine.num_slots=12")
     exact = {
         name: size
@@ -88,7 +88,7 @@ def test_memory_is_what_the_arrays_take(policy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_counted_apart_from_what_stays(policy: Path) -> None:
+def test_adapter_memory_is_separate_from_frozen_weights(policy: Path) -> None:
     # Rank 2: q and o 2·(8 + 8) each, k and v 2·(8 + 4) each, three of the MLP 2·(8 + 16) each: 64 +
     # 48 + 144 = 256.
     found = plan(policy, "policy.lora.rank=2")
@@ -109,9 +109,7 @@ def test_an_adapter_is_counted_apart_from_what_stays(policy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_frozen_policy_is_found_and_counted_once(policy: Path, tmp_path: Path) -> None:
     found = plan(policy, "trainer.reference.path=initial")
     assert found.train_bytes()["reference"] == 4 * 6760
     assert (
@@ -125,7 +123,7 @@ def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(
         ).train_bytes()["reference"]
         == 0
     )
-    # Beside an adapter it is the frozen weights themselves.
+    # With an adapter it is the frozen weights themselves.
     assert (
         "reference"
         not in plan(policy, "trainer.reference.path=initial", "policy.lora.rank=2").train_bytes()
@@ -206,7 +204,7 @@ def test_an_adapter_that_does_not_belong_to_the_policy_is_refused(
 
 
 @pytest.mark.slow
-def test_a_plan_says_what_it_found(policy: Path) -> None:
+def test_plan_lists_its_contents(policy: Path) -> None:
     text = plan_text(
         plan(policy, "num_steps=40", "trainer.num_mini_batches=4", "rollout.max_staleness=3")
     )
@@ -230,7 +228,7 @@ def test_supervised_fine_tuning_is_planned_from_its_examples(policy: Path) -> No
     assert len(found.tasks.tasks) == 0
 
 
-def test_where_nothing_is_decoded_all_devices_train(policy: Path) -> None:
+def test_all_devices_train_if_nothing_is_decoded(policy: Path) -> None:
     found = make_plan(load_experiment("sft", [f"policy.path={policy}", "examples.num_tasks=50"]))
     text = plan_text(found)
     assert found.devices == "8 cpu" and "fsdp 8" in text and "rollout" not in text
@@ -269,7 +267,7 @@ def test_preference_training_is_planned_from_its_pairs(policy: Path) -> None:
         make_plan(load_experiment("reward_model", [*few, "policy.lora.rank=4"]))
 
 
-def test_a_reward_model_goes_on_as_one_and_is_no_policy(policy: Path, tmp_path: Path) -> None:
+def test_reward_model_continues_as_one_and_is_not_a_policy(policy: Path, tmp_path: Path) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(
         json.dumps(replace(MODEL, readout="SequenceClassification").to_hf())
@@ -292,9 +290,7 @@ def test_a_new_reward_model_has_the_padding_token_of_its_tokenizer(policy: Path)
     assert make_plan(load_experiment("dpo", few)).policy.config.pad_token_id is None
 
 
-def test_a_new_reward_model_never_pads_with_what_ends_its_texts(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_new_reward_model_never_pads_with_its_last_token(policy: Path, tmp_path: Path) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(
@@ -360,7 +356,7 @@ def test_adapter_in_the_policy_folder_loads_for_frozen_models(
     assert f"({MODEL.architecture}, 0.0 M parameters" in plan_text(found)
 
 
-def test_keys_that_the_user_names_are_ignored(policy: Path, tmp_path: Path) -> None:
+def test_ignored_config_keys_are_skipped(policy: Path, tmp_path: Path) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | {"frobnicate": 2}))
     few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
@@ -373,7 +369,7 @@ def test_keys_that_the_user_names_are_ignored(policy: Path, tmp_path: Path) -> N
     assert "ignoring frobnicate" in plan_text(plan)
 
 
-def test_without_measuring_nothing_is_held_out(policy: Path) -> None:
+def test_no_examples_are_held_out_without_evaluation(policy: Path) -> None:
     off = [f"policy.path={policy}", "heldout_every_steps=0"]
     found = make_plan(load_experiment("sft", off))
     assert len(found.eval_examples.examples) == 0
@@ -381,7 +377,7 @@ def test_without_measuring_nothing_is_held_out(policy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_will_not_fit_into_memory_is_said_before_it_fails(policy: Path) -> None:
+def test_insufficient_memory_is_reported_before_it_fails(policy: Path) -> None:
     short = plan(policy, "engine.num_slots=6000000000")
     assert "are needed where there are" in find_shortage(short)
     assert "engine.num_slots" in find_shortage(short)
@@ -389,7 +385,9 @@ def test_what_will_not_fit_into_memory_is_said_before_it_fails(policy: Path) -> 
     for name, setting in {
         "trainer.rows_per_micro_batch=100000000": "trainer.rows_per_micro_batch",
         "trainer.remat=none trainer.rows_per_micro_batch=100000000": "trainer.remat=full",
-        "trainer.logp_chunk_tokens=1000000000 trainer.rows_per_micro_batch=10000000": "trainer.logp_chunk_tokens",
+        "trainer.logp_chunk_tokens=1000000000 trainer.rows_per_micro_batch=10000000": (
+            "trainer.logp_chunk_tokens"
+        ),
     }.items():
         assert setting in find_shortage(plan(policy, "trainer.remat=full", *name.split()))
 
@@ -485,7 +483,7 @@ def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
     ],
 )
 @pytest.mark.slow
-def test_what_does_not_fit_together_is_refused(
+def test_inconsistent_settings_are_refused(
     policy: Path, overrides: list[str], said: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -508,14 +506,14 @@ def test_tokenizer_without_chat_template_needs_plain_text(policy: Path, tmp_path
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
     with pytest.raises(
         ConfigError,
-        match=r"without a chat template: .*tokenizer_config\.json; found neither.*prompt\.plain_text",
+        match=r"a chat template: .*tokenizer_config\.json; found neither.*prompt\.plain_text",
     ):
         plan(tmp_path)
     assert not plan(tmp_path, "prompt.plain_text=true").tokenizer.has_template
 
 
 @pytest.mark.parametrize("setting", ["tasks", "eval_tasks"])
-def test_what_is_wrong_with_tasks_names_their_setting(policy: Path, setting: str) -> None:
+def test_task_errors_name_their_setting(policy: Path, setting: str) -> None:
     with pytest.raises(ConfigError, match=f"^{setting}: families: expected .*, found 'chess'"):
         plan(policy, f"{setting}=Synthetic", f"{setting}.families=chess")
 

@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_folder_a_run_and_one_of_its_versions_are_served(run: Path) -> None:
+def test_folder_run_and_checkpoint_are_served(run: Path) -> None:
     is_loaded(named("embedded"), embedded_params(), 0)
     is_loaded(named(run), moved(), 3)
     is_loaded(named(run / "policy"), moved(), 0)
@@ -56,7 +56,7 @@ def test_a_folder_a_run_and_one_of_its_versions_are_served(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_served_beside_the_policy_it_names_and_as_its_run(tmp_path: Path) -> None:
+def test_adapter_is_served_with_its_base_policy_or_run(tmp_path: Path) -> None:
     policy, trained = adapter()
     save_run(tmp_path / "run", trained, "policy.lora.rank=2")
     lora.save(tmp_path / "run" / "adapter", policy, trained, str(EMBEDDED))
@@ -100,7 +100,7 @@ def test_invalid_models_are_refused_by_name(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_runs_weights_answer(run: Path) -> None:
+def test_served_run_answers_with_its_weights(run: Path) -> None:
     async def ask() -> list[int]:
         async with engine_backend(named(run, served_name="mine"), "key") as source:
             assert source.serves("mine")

@@ -23,7 +23,10 @@ def test_different_releases_are_refused_by_name() -> None:
     require_same_releases("engine 3", releases())
     skewed = {**releases(), "areal_jax": "0.0.9", "jax": "0.9"}
     here = releases()
-    reported = rf"engine 3 has areal_jax 0\.0\.9, expected {here['areal_jax']} and jax 0\.9, expected {here['jax']}: install"
+    reported = (
+        rf"engine 3 has areal_jax 0\.0\.9, expected {here['areal_jax']} and jax 0\.9, "
+        rf"expected {here['jax']}: install"
+    )
     with pytest.raises(ConfigError, match=reported):
         require_same_releases("engine 3", skewed)
 
@@ -59,7 +62,7 @@ def test_settings_text_restores_classes_of_an_experiment_file(
         read_settings('{"areal_jax.experiment": "Nonsense"}', None)
 
 
-def test_records_cross_unchanged() -> None:
+def test_records_are_transferred_unchanged() -> None:
     reported = TopLogprobs(np.array([[1, 2]], np.int32), np.array([[-0.5, -1.5]], np.float32))
     sampled = Completion(
         np.array([4], np.int32),

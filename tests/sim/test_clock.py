@@ -9,7 +9,7 @@ import pytest
 from areal_jax.sim.clock import NoEventsLeft, run
 
 
-def test_an_hour_of_waiting_takes_no_time_and_ends_at_its_hour() -> None:
+def test_simulated_hour_takes_no_real_time() -> None:
     async def main() -> float:
         await asyncio.sleep(3600)
         return asyncio.get_running_loop().time()

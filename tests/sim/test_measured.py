@@ -32,7 +32,7 @@ def write_run(folder: Path, engines: int = 1) -> Path:
             trace.span("rollout engine loop", name, start_s, end_s, {"engine": engine, **args})
 
         # 80 ms a dispatch: the first has 20 ms of a prefill in it, which was only enqueued in its
-        # own 10 ms; the third was enqueued while the second was under way.
+        # own 10 ms; the third was enqueued while the second was running.
         started("prefill", 0.00, 0.01, tokens=100)
         started("dispatch", 0.01, 0.11, tokens=32)
         started("dispatch", 0.112, 0.192, tokens=32)
@@ -82,7 +82,7 @@ def test_a_simulated_step_is_the_sum_of_measured_times() -> None:
 
 
 def test_running_caches_are_rebuilt_at_the_measured_rate() -> None:
-    # Answers of 60 and of 120 tokens: when weights arrive, some are under way.
+    # Answers of 60 and of 120 tokens: when weights arrive, some are running.
     workload = Workload(
         Recorded((60, 120)), 200, 10, groups_per_batch=1, samples_per_group=2, max_staleness=2
     )

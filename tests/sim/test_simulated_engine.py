@@ -26,7 +26,7 @@ PREFILL_S = COSTS.prefill_s(float(PROMPT), PROMPT**2 / 2)
 
 @dataclass(frozen=True)
 class FixedLengths:
-    """These lengths, for the samples of every request."""
+    """The same lengths for the samples of every request."""
 
     lengths: tuple[int, ...]
 
@@ -50,9 +50,7 @@ def timed(main: Coroutine[Any, Any, T]) -> tuple[T, float]:
 
 
 def decode_s(num: int, steps: int, context: int) -> float:
-    """Of so many steps of sequences with so many tokens before the first, each step counted with
-    the caches in its middle.
-    """
+    """Sum the times of steps of `num` sequences, each with the caches at its middle."""
     step = COSTS.step(num)
     return sum(step.fixed_s + step.context_s * num * (context + i + 0.5) for i in range(steps))
 
@@ -118,7 +116,7 @@ def test_tokens_carry_the_version_that_sampled_them() -> None:
         (completion,) = await answer
         return completion.versions.tolist(), asyncio.get_running_loop().time()
 
-    # The token under way is the old version's: 101 of it.
+    # The current token has the old version: 101 of it.
     kept, kept_s = run(main("keep"))
     recomputed, recomputed_s = run(main("recompute"))
     assert kept == recomputed == [0] * 101 + [7] * 99
@@ -161,7 +159,8 @@ def test_a_request_waits_for_the_weights_that_may_start_it() -> None:
 
 
 def test_full_caches_preempt_the_youngest_and_lose_nothing() -> None:
-    # Room for 2000 tokens beside the weights: three sequences of 900 and their prompts do not fit.
+    # KV caches of 2000 tokens besides the weights: three sequences of 900 with their prompts do not
+    # fit.
     tight = replace(
         DEVICES["H100"],
         memory_bytes=(COSTS.weight_bytes + 2000 * 2 * COSTS.model.cached_per_token) / 0.9,
@@ -194,7 +193,7 @@ def test_sequences_of_a_failed_engine_continue_elsewhere() -> None:
 
     sampled, seconds = run(main())
     assert 100 < sampled < 1000
-    # Four together for what was left, no more: nothing was sampled again.
+    # Four together for the remaining tokens: nothing was sampled again.
     assert seconds == pytest.approx(1.0 + decode_s(4, 1000 - sampled, PROMPT + sampled), rel=0.02)
 
 
@@ -211,7 +210,7 @@ def test_without_any_engine_requests_wait_for_a_repair() -> None:
     assert 60 < seconds < 61
 
 
-def test_a_request_is_resumed_where_it_was() -> None:
+def test_request_resumes_from_its_tokens() -> None:
     async def main() -> tuple[list[int], list[int], int]:
         fleet = Fleet(COSTS, FixedLengths((20, 400)), 1)
         answer = fleet.submit(request("a", 2))
@@ -232,7 +231,7 @@ def test_a_request_is_resumed_where_it_was() -> None:
     assert difference == 0
 
 
-def test_an_entry_may_stand_for_many_tokens() -> None:
+def test_entry_can_represent_many_tokens() -> None:
     async def main() -> list[int]:
         fleet = Fleet(COSTS, FixedLengths((100, 64, 1)), 1, EngineBehavior(tokens_per_entry=32))
         return [len(completion.versions) for completion in await fleet.submit(request("a", 3))]
@@ -286,6 +285,6 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         )
 
     with pytest.raises(
-        ValueError, match=r"memory for KV caches beside the weights, found -1\d\d,\d{3}"
+        ValueError, match=r"memory for KV caches besides the weights, found -1\d\d,\d{3}"
     ):
         run(main())
