@@ -8,12 +8,9 @@ size and CRC-32 of every file.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,20 +21,20 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from areal_jax.checkpoint.checksums import (
+    CheckpointError,
+    describe_damage,
+    first_line,
+    verify,
+    write_checksums,
+)
 from areal_jax.checkpoint.folders import find_checkpoints, saved_versions
 from areal_jax.checkpoint.recovery import Columns, pack, unpack
 
 SAVE_TIMEOUT_S = 1200.0
 """Deadline of one save; also Orbax's own."""
 
-FILES = "files.json"
-"""Name of the file with the checksums of a checkpoint."""
-
 Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message has path, cause and remedy."""
 
 
 class CheckpointStore:
@@ -225,7 +222,7 @@ class CheckpointStore:
     def _finish(self, name: str, wait_for_orbax: Callable[[float], None]) -> None:
         wait_for_orbax(SAVE_TIMEOUT_S)
         if jax.process_index() == 0:
-            _write_checksums(self.folder / name)
+            write_checksums(self.folder / name)
             checkpoints = find_checkpoints(self.folder)
             newest_takes = {version: (version, take) for version, take in sorted(checkpoints)}
             kept = {newest_takes[version] for version in sorted(newest_takes)[-self.keep :]}
@@ -258,7 +255,7 @@ class CheckpointStore:
         )
         return (
             f"checkpoint {name} could not be written to {self.folder}, which needs {num_bytes:,} "
-            f"bytes: {_first_line(error)}. {earlier}. Free space or set --run-folder to another "
+            f"bytes: {first_line(error)}. {earlier}. Free space or set --run-folder to another "
             "disk; training can continue meanwhile"
         )
 
@@ -279,20 +276,21 @@ def _reading(checkpoint: Path) -> Iterator[None]:
     """
     is_verified = False
     try:
-        is_verified = _verify(checkpoint)
+        is_verified = verify(checkpoint)
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        # Orbax and tensorstore document no error types, and also raise Exception itself.
+        # Orbax reads in threads of its own and hands on whatever they raise: it and tensorstore
+        # document no error types. Every error is raised again as CheckpointError.
         is_local = isinstance(error, OSError | MemoryError | jax.errors.JaxRuntimeError)
         if is_verified or (is_local and not isinstance(error, FileNotFoundError)):
             raise CheckpointError(
                 f"checkpoint {checkpoint} could not be restored: {type(error).__name__}: "
-                f"{_first_line(error)}. There is no sign of damage, so keep it; check that this "
+                f"{first_line(error)}. There is no sign of damage, so keep it; check that this "
                 "process can read it and that its devices have enough memory"
             ) from error
-        raise CheckpointError(_describe_damage(checkpoint, str(error))) from error
+        raise CheckpointError(describe_damage(checkpoint, str(error))) from error
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
@@ -346,92 +344,10 @@ def _check_leaves(checkpoint: Path, expected: Mapping[str, Leaf], found: Mapping
         )
 
 
-def _checksums(checkpoint: Path) -> dict[str, list[int]]:
-    """Compute size and CRC-32 of every file of a checkpoint, by relative path."""
-    sums: dict[str, list[int]] = {}
-    for path in sorted(
-        path for path in checkpoint.rglob("*") if path.is_file() and path.name != FILES
-    ):
-        crc = 0
-        with path.open("rb") as file:
-            while block := file.read(1 << 24):
-                crc = zlib.crc32(block, crc)
-        sums[path.relative_to(checkpoint).as_posix()] = [path.stat().st_size, crc]
-    return sums
-
-
-def _write_checksums(checkpoint: Path) -> None:
-    text, unfinished = json.dumps(_checksums(checkpoint), indent=1), checkpoint / f"{FILES}.writing"
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        # Otherwise an empty file may have the new name after a crash of the machine.
-        os.fsync(file.fileno())
-    unfinished.replace(checkpoint / FILES)
-
-
-def _verify(checkpoint: Path) -> bool:
-    """Compare all files with their checksums, because damaged weights would train silently.
-
-    Returns:
-        False if there is no files.json to compare with (a run was killed between the commit of the
-        checkpoint and the write of files.json), else True.
-
-    Raises:
-        CheckpointError: a file differs from its checksum.
-    """
-    if not (checkpoint / FILES).is_file():
-        return False
-    try:
-        expected: dict[str, list[int]] = json.loads((checkpoint / FILES).read_bytes())
-    except ValueError as error:
-        raise CheckpointError(
-            f"{checkpoint / FILES} cannot be read ({error}), so the checkpoint cannot be verified. "
-            "Delete this file alone to resume from the checkpoint nevertheless"
-        ) from error
-    found = _checksums(checkpoint)
-    for name, (num_bytes, crc) in expected.items():
-        if name not in found:
-            raise CheckpointError(
-                _describe_damage(checkpoint, f"expected {name} of {num_bytes:,} bytes, found none")
-            )
-        if found[name] != [num_bytes, crc]:
-            actual = f"{found[name][0]:,} bytes with CRC-32 {found[name][1]:08x}"
-            raise CheckpointError(
-                _describe_damage(
-                    checkpoint,
-                    f"{name}: expected {num_bytes:,} bytes with CRC-32 {crc:08x}, found {actual}",
-                )
-            )
-    return True
-
-
-def _describe_damage(checkpoint: Path, cause: str) -> str:
-    others = [
-        path.name
-        for _, path in sorted(find_checkpoints(checkpoint.parent).items())
-        if path != checkpoint
-    ]
-    remedy = (
-        f"to resume from another checkpoint ({', '.join(others)})"
-        if others
-        else "and start again, since there is no other checkpoint"
-    )
-    return (
-        f"checkpoint {checkpoint} cannot be read: "
-        f"{cause.splitlines()[0] if cause else 'unknown cause'}. Delete this folder {remedy}"
-    )
-
-
 def _delete(checkpoint: Path) -> None:
     """Delete a checkpoint; renamed first, so that a kill leaves no folder that looks complete."""
     renamed = checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}.deleting"))
     shutil.rmtree(renamed)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error) or type(error).__name__
-    return text.splitlines()[0].removesuffix(".")
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:

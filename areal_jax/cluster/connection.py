@@ -7,6 +7,7 @@ import builtins
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -126,26 +127,26 @@ class Connection:
             name, simulated_devices
         )
         connection = cls(name, actor, silence_timeout_s=silence_timeout_s, on_end=on_end)
-        try:
-            async with asyncio.timeout(start_timeout_s):
-                connection.process_id, facts = await actor.begin.remote(role, *arguments)
-        except TimeoutError:
-            connection._kill()
-            raise WorkerDied(
-                f"{name} was not ready within launch.start_timeout_s={start_timeout_s:g}"
-            ) from None
-        except RayActorError as error:
-            raise WorkerDied(f"{name} ended before it was ready: {_reason(error)}") from error
-        except RayError as error:
-            connection._kill()
-            cause = getattr(error, "cause", None) or error
-            if isinstance(cause, ConfigError):
-                raise _error(name, type(cause).__name__, str(cause)) from error
-            text = " ".join(str(cause).split())[:MAX_REASON_CHARS]
-            raise NotStarted(f"{name} could not start: {type(cause).__name__}: {text}") from error
-        except BaseException:  # also a cancellation: no actor may survive
-            connection._kill()
-            raise
+        with ExitStack() as on_failure:  # also on cancellation: no actor may survive
+            on_failure.callback(connection._kill)
+            try:
+                async with asyncio.timeout(start_timeout_s):
+                    connection.process_id, facts = await actor.begin.remote(role, *arguments)
+            except TimeoutError:
+                raise WorkerDied(
+                    f"{name} was not ready within launch.start_timeout_s={start_timeout_s:g}"
+                ) from None
+            except RayActorError as error:
+                raise WorkerDied(f"{name} ended before it was ready: {_reason(error)}") from error
+            except RayError as error:
+                cause = getattr(error, "cause", None) or error
+                if isinstance(cause, ConfigError):
+                    raise _error(name, type(cause).__name__, str(cause)) from error
+                text = " ".join(str(cause).split())[:MAX_REASON_CHARS]
+                raise NotStarted(
+                    f"{name} could not start: {type(cause).__name__}: {text}"
+                ) from error
+            on_failure.pop_all()
         connection._listener = asyncio.create_task(
             connection._poll(), name=f"poll events of {name}"
         )

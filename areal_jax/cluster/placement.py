@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any, Literal
 
 import ray
@@ -108,9 +108,10 @@ class Cluster:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(place),
         }
         num_devices = devices_per_process(self.config, kind)
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(remove_placement_group, place)
             await self._wait_for_resources(name, kind, place)
-            return await Connection.open(
+            opened = await Connection.open(
                 name,
                 role,
                 arguments,
@@ -122,9 +123,8 @@ class Cluster:
                 silence_timeout_s=self.config.silence_timeout_s,
                 on_end=lambda: remove_placement_group(place),
             )
-        except BaseException:
-            remove_placement_group(place)
-            raise
+            on_failure.pop_all()
+        return opened
 
     def _place(self, kind: Kind) -> PlacementGroup:
         return placement_group([dict(required_resources(self.config, self.accelerator, kind))])

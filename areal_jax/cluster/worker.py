@@ -142,7 +142,7 @@ class Worker:
     ) -> None:
         try:
             result = method(*arguments)
-        except Exception as error:  # handed on to the caller
+        except Exception as error:  # raised again in the caller's process by `Connection._handle`
             self._push_error(ticket, error)
             return
         if isawaitable(result):
@@ -157,7 +157,7 @@ class Worker:
             answer = await result
             if ticket:
                 self._push(Event("done", ticket, "", answer))
-        except Exception as error:  # handed on to the caller
+        except Exception as error:  # raised again in the caller's process by `Connection._handle`
             self._push_error(ticket, error)
 
     def _push_error(self, ticket: int, error: Exception) -> None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from areal_jax.checkpoint.checksums import CheckpointError
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.checkpoint.recovery import Columns, encode
-from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config.load import CONFIG_FILE, read_plainly
 from areal_jax.errors import ConfigError, NotSaved
 from areal_jax.models import hf, lora

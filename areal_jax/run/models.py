@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from areal_jax.checkpoint.checksums import FILES, CheckpointError
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
-from areal_jax.checkpoint.store import FILES, CheckpointError, CheckpointStore
+from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config.policy_names import RunCheckpoint
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer

@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from areal_jax.checkpoint.checksums import CheckpointError, write_checksums
 from areal_jax.checkpoint.recovery import Columns
-from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, _write_checksums
+from areal_jax.checkpoint.store import CheckpointStore
 
 
 class Moments(NamedTuple):
@@ -257,7 +258,7 @@ def test_verified_checkpoint_is_never_reported_damaged(store):
     # All files match files.json, so that the missing file was never there: another release of Orbax
     # may be able to read the checkpoint.
     (store.folder / "1" / "_CHECKPOINT_METADATA").unlink()
-    _write_checksums(store.folder / "1")
+    write_checksums(store.folder / "1")
     with pytest.raises(CheckpointError, match=r"/1 could not be restored: .*keep it") as raised:
         store.restore(1, abstract_of(state_on(mesh_of(8))))
     assert "Delete" not in str(raised.value)
@@ -306,7 +307,8 @@ CHILD = """
     from pathlib import Path
     import jax, numpy as np
     from areal_jax.checkpoint.recovery import Columns
-    from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+    from areal_jax.checkpoint.checksums import CheckpointError
+    from areal_jax.checkpoint.store import CheckpointStore
 
     ROLLOUT = Columns({}, {})
     folder = Path(sys.argv[1])

@@ -13,7 +13,7 @@ from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.records import Completion, Message, RewardResult, Sample, Sampling, Task
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.rollout.controller import Calls
+from areal_jax.rollout.calls import Calls
 from areal_jax.serve.sessions import AgentServer
 from areal_jax.workflows.agent import AgentHost, Agents
 from areal_jax.workflows.config import Agent

@@ -51,8 +51,8 @@ from areal_jax.records import Group, RewardResult, Sampling, StepResult, Task
 from areal_jax.rl.config import GAE, PPO, CustomLoss, Reference
 from areal_jax.rollout import controller
 from areal_jax.rollout.buffer import Buffer
+from areal_jax.rollout.calls import Calls
 from areal_jax.rollout.config import RolloutConfig
-from areal_jax.rollout.controller import Calls
 from areal_jax.run.build import Run, build_run
 from areal_jax.run.make_plan import make_plan
 from areal_jax.run.plan import Plan

@@ -27,8 +27,9 @@ from tiny_training import (
     train_mesh,
 )
 
+from areal_jax.checkpoint.checksums import CheckpointError
 from areal_jax.checkpoint.recovery import Columns
-from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.errors import CorruptedState
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Policy

@@ -25,7 +25,7 @@ from areal_jax.records import (
     ToolResult,
 )
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
-from areal_jax.rollout.controller import Calls
+from areal_jax.rollout.calls import Calls
 from areal_jax.workflows.config import MultiTurn, Tags, ToolUse, WorkflowConfig
 from areal_jax.workflows.from_config import make_workflow
 from areal_jax.workflows.single_turn import GradingFailed
