@@ -25,7 +25,8 @@ from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import open_gate, run_rollouts
 from areal_jax.sim.clock import run
 from areal_jax.sim.costs import EngineCosts, Rewards
-from areal_jax.sim.engine import EngineBehavior, Fleet
+from areal_jax.sim.engine import EngineBehavior
+from areal_jax.sim.fleet import Fleet
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal
 from areal_jax.sim.simulation import GradingQueue, Numbered, OneTurn, simulate

@@ -1,4 +1,8 @@
-"""Pool of rollout engines in separate processes; a request survives the death of its engine."""
+"""Pool of rollout engines in separate processes; a request survives the death of its engine.
+
+The class is long because a report of an engine changes its weights, its requests and their engines
+in one step of the event loop, on shared state.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ from areal_jax.sim.costs import (
     Rewards,
     TrainerCosts,
 )
-from areal_jax.sim.engine import EngineBehavior, Fleet
+from areal_jax.sim.engine import EngineBehavior
+from areal_jax.sim.fleet import Fleet
 from areal_jax.sim.hardware import Device
 from areal_jax.sim.lengths import Lengths
 

@@ -13,7 +13,8 @@ from areal_jax.models.known import known_shape
 from areal_jax.records import Completion, Request, Sampling
 from areal_jax.sim.clock import run
 from areal_jax.sim.costs import Efficiency, EngineCosts
-from areal_jax.sim.engine import EngineBehavior, Fleet
+from areal_jax.sim.engine import EngineBehavior
+from areal_jax.sim.fleet import Fleet
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal, Recorded
 
