@@ -137,9 +137,9 @@ class ReportWriter:
         self._run = RunReport(run_folder)
         self._interval_s = interval_s
         self._is_due, self._is_closed = threading.Event(), threading.Event()
-        # Serializes the thread with `write`.
-        self._lock = threading.Lock()
-        # Owned by this writer. The training thread sets `_is_due` after each step; `close` ends it.
+        self._is_finished = False
+        # Owned by this writer. The training thread sets `_is_due` after each step; `close` ends it,
+        # and only then another thread uses `_run`.
         self._thread = threading.Thread(target=self._work, name="report", daemon=True)
         self._thread.start()
 
@@ -147,19 +147,26 @@ class ReportWriter:
         """Rewrite the page soon: the run has written a row."""
         self._is_due.set()
 
-    def write(self, state: State) -> Path:
-        """Write the page and the picture now; return the page's path.
+    def finish(self, state: State) -> Path:
+        """End the thread, and write the page and the picture a last time; return the page's path.
 
         Raises:
             OSError: they were not written.
         """
-        with self._lock:
-            self._run.update()
-            write_learning_curve(self._run)
-            return write_run(self._run, state)
+        self._end()
+        self._is_finished = True
+        self._run.update()
+        write_learning_curve(self._run)
+        return write_run(self._run, state)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. The page of a run that ended with an error, before `finish`, then says
+        that it has stopped."""
+        self._end()
+        if not self._is_finished:
+            self._update("stopped")
+
+    def _end(self) -> None:
         self._is_closed.set()
         self._is_due.set()
         self._thread.join()
@@ -168,11 +175,13 @@ class ReportWriter:
         while self._is_due.wait() and not self._is_closed.is_set():
             self._is_due.clear()
             start_s = time.monotonic()
-            try:
-                with self._lock:
-                    self._run.update()
-                    write_run(self._run, "running")
-            except OSError as error:
-                # The run goes on, and its end reports a full disk.
-                logger.warning("report not updated: %s", error)
+            self._update("running")
             self._is_closed.wait(max(0.0, start_s + self._interval_s - time.monotonic()))
+
+    def _update(self, state: State) -> None:
+        try:
+            self._run.update()
+            write_run(self._run, state)
+        except OSError as error:
+            # The run goes on, and its end reports a full disk.
+            logger.warning("report not updated: %s", error)

@@ -202,9 +202,19 @@ TIME = (
     Chart(
         "Who waits for whom",
         (
-            Line(WAITING_SHARE, "trainer waits for rollouts"),
+            Line(WAITING_S, "trainer waits for rollouts"),
+            Line("rollout/wait_s", "engines wait for requests"),
+        ),
+        "s",
+        "Seconds of a step; those of all engines are added up.",
+        zero=True,
+    ),
+    Chart(
+        "Use of the devices",
+        (
             Line("rollout/occupancy", "engine slots that sample"),
             Line("rollout/kv_used", "KV-cache pages in use"),
+            Line(WAITING_SHARE, "trainer waits for rollouts"),
         ),
         "share",
         zero=True,

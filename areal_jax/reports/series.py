@@ -168,7 +168,8 @@ def step_times(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict
     active = sum(row.get(f"trainer/seconds_{part}") or 0.0 for part in _ACTIVE_PARTS)
     unmeasured = max(0.0, (row.get("trainer/seconds_step") or 0.0) - active)
     waited = {WAITING_S: waiting} if "rollout/batch_wait_s" in row else {}
-    return {STEP_S: passed, **waited, OTHER_S: max(0.0, passed - measured) + unmeasured}
+    other = max(0.0, passed - measured) + unmeasured
+    return {STEP_S: passed, **waited, **({OTHER_S: other} if active else {})}
 
 
 def reduce(

@@ -133,7 +133,7 @@ class Recording:
     def report(self) -> None:
         """Write the report of a run that ends, and show where it is."""
         self.flush()
-        self.say(f"report: {self.report_writer.write('stopped')}")
+        self.say(f"report: {self.report_writer.finish('stopped')}")
 
 
 def start_progress(

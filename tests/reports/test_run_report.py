@@ -225,10 +225,22 @@ def test_report_is_rewritten_while_the_run_goes_on(tmp_path: Path) -> None:
         assert steps_in_page() == expected
     assert Page((tmp_path / REPORT).read_text()).data()["runs"][0]["state"] == "running"
     run.close()
-    writer.write("stopped")
+    writer.notify()  # what is due must not follow the last page
+    writer.finish("stopped")
+    writer.notify()
     writer.close()
     assert Page((tmp_path / REPORT).read_text()).data()["runs"][0]["state"] == "stopped"
     assert not any(thread.name == "report" for thread in threading.enumerate())
+
+
+def test_page_of_a_run_that_fails_says_that_it_has_stopped(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    writer = ReportWriter(tmp_path)
+    run.step(3)
+    run.close()
+    writer.close()
+    (found,) = Page((tmp_path / REPORT).read_text()).data()["runs"]
+    assert (found["state"], found["steps_done"]) == ("stopped", 3)
 
 
 def test_page_that_cannot_be_written_ends_no_run(
@@ -244,8 +256,7 @@ def test_page_that_cannot_be_written_ends_no_run(
         time.sleep(0.02)
     assert "report not updated" in caplog.text
     with pytest.raises(OSError, match=REPORT):
-        writer.write("stopped")
-    writer.close()
+        writer.finish("stopped")
     run.close()
 
 

@@ -126,7 +126,7 @@ function options(chart, width, made) {
     y.range = (_, low, high) => {
       if (low === null) return [0, 1];
       const margin = 0.06 * (high - low || Math.abs(high) || 1);
-      const bottom = chart.zero && low >= 0 ? 0 : low - margin;
+      const bottom = (chart.zero || chart.stacked) && low >= 0 ? 0 : low - margin;
       return [bottom, high + margin];
     };
   }

@@ -294,6 +294,7 @@ function render(data) {
   renderMetrics();
   renderSettings();
   browser.refresh();
+  for (const link of document.querySelectorAll("nav a")) link.hidden = byId(link.hash.slice(1)).hidden;
 }
 
 // Another copy of this file, in a hidden frame, sends its data: pages of the file system cannot be fetched.
