@@ -2,7 +2,7 @@
 
     python benchmarks/pinned_evaluation.py
 
-Runs `python -m areal_jax.train --exp=aime num_steps=40 evaluation.every_steps=10
+Runs `areal-train --exp=aime num_steps=40 evaluation.every_steps=10
 evaluation.num_tasks=256` equally often with each value. Measures the time between the first and the
 last step, during which three evaluations run. Appends to results/pinned_evaluation.jsonl. Takes
 about 5 minutes on two idle CPU cores. Finished runs are not repeated.

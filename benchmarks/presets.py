@@ -2,7 +2,7 @@
 
     python benchmarks/presets.py
 
-Learning: `python -m areal_jax.train --exp=aime algorithm=NAME num_steps=30`, with pass@1 on 512
+Learning: `areal-train --exp=aime algorithm=NAME num_steps=30`, with pass@1 on 512
 held-out problems before and after. Cost: one optimizer update on the batch of rl_step_cpu.py (32
 sequences of 80 tokens, 4 layers), the presets in turns, without reference policies and critics.
 M2PO needs the log-probabilities of a whole mini-batch before its update: one more forward pass than

@@ -1,4 +1,4 @@
-"""Runs of `python -m areal_jax.train` in separate processes, for comparison by benchmarks."""
+"""Runs of `areal-train` in separate processes, for comparison by benchmarks."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     python benchmarks/staleness_ablation.py --panel=main       # one panel
     python benchmarks/staleness_ablation.py --report           # table and figure of the stored rows
 
-Trains the embedded policy on its generated problems, each run by `python -m areal_jax.train` in a
+Trains the embedded policy on its generated problems, each run by `areal-train` in a
 process of its own, with a constant learning rate, batches of 16 groups of 8 and 4 mini-batches, and
 evaluates pass@1 on 512 held-out problems every 10 steps. The score of a run is the mean of its last
 three evaluations, because a single one has a standard error of 2.2 points.

@@ -26,4 +26,4 @@ srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" bash -c '
     [ "$SLURM_NODEID" = 0 ] || exec >"$SLURM_JOB_NAME-$SLURM_JOB_ID-$SLURMD_NODENAME.log" 2>&1
     exec "$@"' - \
     ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" -- \
-    python -m areal_jax.train launch=ray launch.address="$address" "$@"
+    areal-train launch=ray launch.address="$address" "$@"

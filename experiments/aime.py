@@ -1,6 +1,6 @@
 """AIME-style problems with the embedded policy, on a laptop CPU.
 
-    python -m areal_jax.train --exp=aime
+    areal-train --exp=aime
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 
@@ -11,7 +11,7 @@ teaches it to choose: pass@1 on 512 held-out problems rises from 26-28 % to 67-6
 
 Real problems are longer, and mostly too difficult for this policy:
 
-    python -m areal_jax.train --exp=aime tasks=Files tasks.path=aime.json eval_tasks=Files \\
+    areal-train --exp=aime tasks=Files tasks.path=aime.json eval_tasks=Files \\
         eval_tasks.path=aime24.jsonl
 """
 

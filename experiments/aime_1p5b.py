@@ -1,10 +1,10 @@
 """The paper's recipe for mathematics with 1.5 B parameters (AReaL, arXiv:2505.24298, table 3).
 
-    python -m areal_jax.train --exp=aime_1p5b
+    areal-train --exp=aime_1p5b
 
 Policy and data are downloaded from the Hugging Face hub. With local folders or files:
 
-    python -m areal_jax.train --exp=aime_1p5b policy.path=DIR tasks=Files tasks.path=train.jsonl \\
+    areal-train --exp=aime_1p5b policy.path=DIR tasks=Files tasks.path=train.jsonl \\
         eval_tasks=Files eval_tasks.path=aime24.jsonl
 
 Hardware: the paper trains 250 steps in 14.8 hours on 16 nodes of 8 H800 (80 GB), three quarters of

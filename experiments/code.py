@@ -1,8 +1,8 @@
 """Programs that read input and write output, tested in a sandbox (as in LiveCodeBench).
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=programs num_steps=100 \\
+    areal-train --exp=tiny_tools_sft examples.families=programs num_steps=100 \\
         --run-folder=runs/tiny_tools
-    python -m areal_jax.train --exp=code
+    areal-train --exp=code
 
 Hardware: any; two CPU cores and 2 GB of memory suffice, and Linux with user namespaces for the
 sandbox. Needs no network, account or accelerator.
@@ -13,7 +13,7 @@ to 34 %. CPU time: 95 seconds for each command, plus that of the sandboxes.
 
 For LiveCodeBench, or rows of HumanEval, MBPP or APPS, with a policy that can write programs:
 
-    python -m areal_jax.train --exp=code policy.path=Qwen/Qwen2.5-Coder-1.5B-Instruct \\
+    areal-train --exp=code policy.path=Qwen/Qwen2.5-Coder-1.5B-Instruct \\
         tasks=Files tasks.path=train.jsonl eval_tasks=Files eval_tasks.path=test.jsonl \\
         engine.max_prompt_tokens=2048 engine.max_new_tokens=4096 rewards.num_workers=16 \\
         rewards.timeout_s=30 trainer.optimizer.learning_rate=1e-6

@@ -1,8 +1,8 @@
 """Countdown: make a number from three others, each used once.
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown \\
+    areal-train --exp=tiny_tools_sft examples.families=countdown \\
         --run-folder=runs/tiny_tools
-    python -m areal_jax.train --exp=countdown
+    areal-train --exp=countdown
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 
@@ -15,7 +15,7 @@ second one and a half.
 Rows with `nums` and `target` (as in Jiayi-Pan/Countdown-Tasks-3to4) are tasks with all four
 operations:
 
-    python -m areal_jax.train --exp=countdown policy.path=Qwen/Qwen2.5-3B tasks=Hub \\
+    areal-train --exp=countdown policy.path=Qwen/Qwen2.5-3B tasks=Hub \\
         tasks.name=Jiayi-Pan/Countdown-Tasks-3to4 eval_tasks=Files eval_tasks.path=test.jsonl \\
         engine.max_prompt_tokens=256 engine.max_new_tokens=1024 \\
         trainer.optimizer.learning_rate=1e-6

@@ -1,7 +1,7 @@
 """On-policy distillation: the embedded policy learns from a teacher's log-probs of its own samples.
 
-    python -m areal_jax.train --exp=aime --run-folder=runs/teacher
-    python -m areal_jax.train --exp=distill trainer.teacher.path=runs/teacher/policy
+    areal-train --exp=aime --run-folder=runs/teacher
+    areal-train --exp=distill trainer.teacher.path=runs/teacher/policy
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 

@@ -1,6 +1,6 @@
 """Direct preference optimization (DPO) on pairs of a chosen and a rejected answer.
 
-    python -m areal_jax.train --exp=dpo examples=Files examples.path=pairs.jsonl policy.path=DIR
+    areal-train --exp=dpo examples=Files examples.path=pairs.jsonl policy.path=DIR
 
 Hardware: a CPU for the embedded policy, which `--exp=dpo` alone trains on correct and wrong
 solutions of generated problems; with num_steps=20 its accuracy on 512 held-out pairs rises from
@@ -19,7 +19,7 @@ logged. A twentieth of the prompts is held out to measure loss and accuracy.
 The reference is the initial policy or another one; it can be offloaded to host memory. IPO bounds
 the margin:
 
-    python -m areal_jax.train --exp=dpo loss=IPO loss.beta=0.1 trainer.reference.offload=true \\
+    areal-train --exp=dpo loss=IPO loss.beta=0.1 trainer.reference.offload=true \\
         policy.path=DIR
 """
 

@@ -1,11 +1,11 @@
 """Grade-school word problems (GSM8K) from local files.
 
     hf download openai/gsm8k --repo-type=dataset --local-dir=data/gsm8k
-    python -m areal_jax.train --exp=gsm8k policy.path=Qwen/Qwen2.5-0.5B-Instruct
+    areal-train --exp=gsm8k policy.path=Qwen/Qwen2.5-0.5B-Instruct
 
 With other jsonl, json or parquet files with `question` and `answer`:
 
-    python -m areal_jax.train --exp=gsm8k policy.path=DIR tasks.path=DIR/train.jsonl \\
+    areal-train --exp=gsm8k policy.path=DIR tasks.path=DIR/train.jsonl \\
         eval_tasks.path=DIR/test.jsonl
 
 Hardware: one GPU of 80 GB for a policy of 0.5 B parameters. Without policy.path, the embedded

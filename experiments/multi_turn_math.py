@@ -1,6 +1,6 @@
 """A second attempt after a wrong answer: AIME-style problems in conversations of up to two turns.
 
-    python -m areal_jax.train --exp=multi_turn_math
+    areal-train --exp=multi_turn_math
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 
@@ -11,7 +11,7 @@ answer: on 256 held-out problems it rises from 30 % to 49 %, in 150 seconds of C
 
 With another policy and other problems:
 
-    python -m areal_jax.train --exp=multi_turn_math policy.path=DIR tasks=Files \\
+    areal-train --exp=multi_turn_math policy.path=DIR tasks=Files \\
         tasks.path=train.jsonl eval_tasks=Files eval_tasks.path=test.jsonl workflow.max_turns=3 \\
         engine.max_prompt_tokens=4096 engine.max_new_tokens=1024
 """

@@ -1,7 +1,7 @@
 """An agent written with OpenAI's client, trained on the completions of its calls.
 
     pip install openai
-    python -m areal_jax.train --exp=openai_agent
+    areal-train --exp=openai_agent
 
 Hardware: any, as for --exp=aime, whose problems it uses. The agent calls the policy, parses the
 number in the box, asks again if there is none, and returns a reward. Only the address of the server

@@ -1,7 +1,7 @@
 """Custom loss in one file: SPO (arXiv:2401.16025), a quadratic penalty instead of clipping.
 
-    python -m areal_jax.train --exp=own_objective
-    python -m areal_jax.train --exp=own_objective trainer.loss.clip_eps=0.1 num_steps=20
+    areal-train --exp=own_objective
+    areal-train --exp=own_objective trainer.loss.clip_eps=0.1 num_steps=20
 
 Hardware: any, as for --exp=aime, whose other settings it uses. To try your own loss, copy this file
 anywhere, change `gain`, and pass its path as --exp. Importance weighting, packing, sharding,

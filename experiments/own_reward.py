@@ -1,7 +1,7 @@
 """Custom reward function in one file: the distance to the right number, instead of right or wrong.
 
-    python -m areal_jax.train --exp=own_reward
-    python -m areal_jax.train --exp=own_reward num_steps=20 rewards.num_workers=2
+    areal-train --exp=own_reward
+    areal-train --exp=own_reward num_steps=20 rewards.num_workers=2
 
 Hardware: any, as for --exp=aime, whose other settings it uses. To try your own reward, copy this
 file anywhere, change `nearness`, and pass its path as --exp.

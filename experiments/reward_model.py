@@ -1,6 +1,6 @@
 """A Bradley-Terry reward model from pairs of a chosen and a rejected answer.
 
-    python -m areal_jax.train --exp=reward_model examples=Files examples.path=pairs.jsonl \\
+    areal-train --exp=reward_model examples=Files examples.path=pairs.jsonl \\
         policy.path=DIR
 
 Hardware: as for `--exp=dpo`, whose rows and settings it uses. `--exp=reward_model` alone trains the

@@ -1,8 +1,8 @@
 """Questions that need a search tool: the policy learns what to search for.
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=facts num_steps=50 \\
+    areal-train --exp=tiny_tools_sft examples.families=facts num_steps=50 \\
         --run-folder=runs/tiny_tools
-    python -m areal_jax.train --exp=search_agent
+    areal-train --exp=search_agent
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 
@@ -14,7 +14,7 @@ question: pass@1 on 256 held-out facts rises from 13 % to 54 % within 5 steps an
 
 With your own documents (files of .txt, .md, or .jsonl with the field text), questions and policy:
 
-    python -m areal_jax.train --exp=search_agent policy.path=Qwen/Qwen3-1.7B tasks=Files \\
+    areal-train --exp=search_agent policy.path=Qwen/Qwen3-1.7B tasks=Files \\
         tasks.path=questions.jsonl eval_tasks=Files eval_tasks.path=test.jsonl \\
         workflow.tools.documents=DIR workflow.tools.num_results=3 workflow.call_format=Hermes \\
         workflow.announce=true workflow.max_turns=6 engine.max_prompt_tokens=8192 \\

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on conversations.
 
-    python -m areal_jax.train --exp=sft examples=Files examples.path=chat.jsonl policy.path=DIR
+    areal-train --exp=sft examples=Files examples.path=chat.jsonl policy.path=DIR
 
 Hardware: a CPU for the embedded policy, which `--exp=sft` alone trains on generated problems harder
 than those it was trained on: held-out perplexity falls from 7.3 to 1.6 within 100 updates, in about
@@ -16,12 +16,12 @@ examples.answer_field name other fields. Other rows, and rows longer than traine
 skipped and logged. A twentieth of the prompts is held out to measure perplexity, unless other
 examples are given:
 
-    python -m areal_jax.train --exp=sft examples=Files examples.path=gsm8k/train.jsonl \\
+    areal-train --exp=sft examples=Files examples.path=gsm8k/train.jsonl \\
         eval_examples=Files eval_examples.path=gsm8k/test.jsonl
 
 Measuring pass@1 is optional:
 
-    python -m areal_jax.train --exp=sft evaluation.every_steps=50 eval_tasks.difficulty=medium
+    areal-train --exp=sft evaluation.every_steps=50 eval_tasks.difficulty=medium
 """
 
 from areal_jax.config.experiment import SFTExperiment

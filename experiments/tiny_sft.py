@@ -1,6 +1,6 @@
 """Supervised fine-tuning that makes the embedded policy from the problem generator alone.
 
-    python -m areal_jax.train --exp=tiny_sft
+    areal-train --exp=tiny_sft
 
 Hardware: a CPU.
 

@@ -1,6 +1,6 @@
 """Supervised fine-tuning of the embedded policy on tool calls and programs.
 
-    python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
+    areal-train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
 
 Hardware: a CPU.
 

@@ -1,8 +1,8 @@
 """Problems with large numbers, and a calculator tool.
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=calculations num_steps=80 \\
+    areal-train --exp=tiny_tools_sft examples.families=calculations num_steps=80 \\
         --run-folder=runs/tiny_tools
-    python -m areal_jax.train --exp=tool_math
+    areal-train --exp=tool_math
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 
@@ -13,7 +13,7 @@ command, 110 for the second.
 
 A policy with tool calls in Qwen's format can also call a Python sandbox:
 
-    python -m areal_jax.train --exp=tool_math policy.path=Qwen/Qwen3-1.7B tasks=Files \\
+    areal-train --exp=tool_math policy.path=Qwen/Qwen3-1.7B tasks=Files \\
         tasks.path=train.jsonl eval_tasks=Files eval_tasks.path=test.jsonl \\
         workflow.call_format=Hermes workflow.announce=true \\
         workflow.tools.names=calculator,python workflow.max_turns=6 \\

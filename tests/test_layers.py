@@ -38,7 +38,7 @@ ORDERS = {
         ("protocols", "metrics", "parallel"),
     ),
     "run": (
-        ("run.lease",),
+        ("run.lease", "run.summary"),
         ("run.claim", "run.models", "run.stopping", "run.generation", "run.prompt_limits"),
         ("run.plan",),
         ("run.memory_checks", "run.frozen_models", "run.trainer", "run.grading"),

@@ -1,4 +1,4 @@
-"""`python -m areal_jax.evaluate --exp=NAME [checkpoint=...] [data=...] [a.b=c ...]`: evaluate a
+"""`areal-evaluate --exp=NAME [checkpoint=...] [data=...] [a.b=c ...]`: evaluate a
 policy."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m areal_jax.plan model=NAME devices=N context=TOKENS [a=b ...]`: estimate the throughput
+"""`areal-plan model=NAME devices=N context=TOKENS [a=b ...]`: estimate the throughput
 of a cluster and its best split."""
 
 from __future__ import annotations

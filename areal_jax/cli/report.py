@@ -1,4 +1,4 @@
-"""`python -m areal_jax.report RUN_FOLDER ...`: write, compare or serve the reports of runs."""
+"""`areal-report RUN_FOLDER ...`: write, compare or serve the reports of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m areal_jax.serve [a.b=c ...]`: serve a policy with OpenAI's protocol."""
+"""`areal-serve [a.b=c ...]`: serve a policy with OpenAI's protocol."""
 
 from __future__ import annotations
 

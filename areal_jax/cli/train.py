@@ -1,4 +1,4 @@
-"""`python -m areal_jax.train --exp=NAME [a.b=c ...]`: train a policy, or plan its training."""
+"""`areal-train --exp=NAME [a.b=c ...]`: train a policy, or plan its training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import itertools
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -42,6 +41,7 @@ from areal_jax.errors import (
 from areal_jax.metrics.config import METRICS
 from areal_jax.rl.presets import PRESETS
 from areal_jax.run.claim import Claim, claimed, writable
+from areal_jax.run.summary import shell_command
 
 RUNS_FOLDER = Path("runs")
 
@@ -174,8 +174,8 @@ def resume_advice(run_folder: Path) -> str:
     """The command that resumes a run which ended early, and the version that it resumes from."""
     if not (versions := saved_versions(run_folder / CHECKPOINTS)):
         return "no checkpoint was saved, so there is nothing to resume"
-    command = f"python -m areal_jax.train --resume={shlex.quote(str(run_folder))}"
-    return f"{command} resumes from the checkpoint of version {versions[-1]}"
+    resume = shell_command("train", f"--resume={run_folder}")
+    return f"{resume} resumes from the checkpoint of version {versions[-1]}"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

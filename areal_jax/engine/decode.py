@@ -16,6 +16,7 @@ Axes: S slots, T tokens, M pages of a slot's table.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise, product
 
 import numpy as np
@@ -43,6 +44,7 @@ from areal_jax.engine.decode_state import (
     lay_out_params,
 )
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.compilation import OnProgram, Program, compile_programs
 
 
 class DecodeEngine:
@@ -95,7 +97,9 @@ class DecodeEngine:
         """Return the bytes of keys and values on each device."""
         return self.shapes.kv_bytes()
 
-    def warm_up(self, most: SamplingMode = SamplingMode.PLAIN) -> float:
+    def warm_up(
+        self, most: SamplingMode = SamplingMode.PLAIN, on_program: OnProgram | None = None
+    ) -> float:
         """Compile every program that requests within the configured limits can need.
 
         Without it each program is compiled at its first use, as are sampling modes beyond `most`
@@ -104,26 +108,33 @@ class DecodeEngine:
         Returns:
             Compile time, in seconds.
         """
-        before_s, shapes, get = self.compile_s, self.shapes, self.programs.get
+        before_s, get = self.compile_s, self.programs.get
         filters = self.config.top_k > 0 or self.config.top_p < 1
-        modes = range(max(most, SamplingMode.FILTERED if filters else SamplingMode.PLAIN) + 1)
-        for verb in ("init", "same_weights", "copy"):
-            get(verb)
+        mode = max(most, SamplingMode.FILTERED if filters else SamplingMode.PLAIN)
+        programs: list[Program] = [
+            (" ".join(map(str, key)), partial(get, *key)) for key in self._keys(mode)
+        ]
+        compile_programs(programs, on_program)
+        self.warm = SamplingMode(mode)
+        return self.compile_s - before_s
+
+    def _keys(self, most: int) -> Iterator[tuple[str, *tuple[int, ...]]]:
+        """Yield verb and shape of all programs of the sampling modes up to `most`."""
+        shapes = self.shapes
+        yield from (("init",), ("same_weights",), ("copy",))
         for length, following in pairwise(shapes.view_lengths):
-            get("resize", length, following)
-            get("resize", following, length)
+            yield "resize", length, following
+            yield "resize", following, length
         for length, tokens in product(shapes.view_lengths, shapes.insert_lengths):
             if tokens <= length:
-                get("insert", tokens, length)
-        for length, mode in product(shapes.view_lengths or [0], modes):
-            get("generate", length, mode)
+                yield "insert", tokens, length
+        for length, mode in product(shapes.view_lengths or [0], range(most + 1)):
+            yield "generate", length, mode
         for tokens in shapes.prefill_lengths:
             for rows in shapes.row_counts(tokens):
-                get("prefill", rows, tokens)
+                yield "prefill", rows, tokens
         for tokens in shapes.extend_lengths:
-            get("extend", shapes.row_counts(tokens)[-1], tokens)
-        self.warm = SamplingMode(modes[-1])
-        return self.compile_s - before_s
+            yield "extend", shapes.row_counts(tokens)[-1], tokens
 
     def warm_up_mode(self, mode: SamplingMode, is_stopped: Callable[[], bool]) -> None:
         """Compile what `mode` needs beyond `warm`, while another thread runs compiled programs.

@@ -45,8 +45,9 @@ from areal_jax.run.liveness import Liveness
 from areal_jax.run.local_engines import start_engine_loops
 from areal_jax.run.periodic_evaluation import PeriodicEvaluation
 from areal_jax.run.plan import Plan, TrainingPlan
-from areal_jax.run.recording import Recording, result_lines, start_progress, start_recording
+from areal_jax.run.recording import Recording, start_progress, start_recording
 from areal_jax.run.stopping import StopRequest, stopping_on_signals
+from areal_jax.run.summary import next_commands
 from areal_jax.run.trainer import initial_weights
 from areal_jax.threads import run_in_thread
 from areal_jax.trainer.versions import Versions
@@ -199,9 +200,10 @@ class Run(Generic[AnyTrainer]):
         finally:
             self.recording.report()
         if self.experiment.metrics.progress:
-            is_language_model = self.plan.policy.config.readout == "CausalLM"
-            for line in result_lines(self.folder, answers=is_language_model):
-                self.recording.say(line)
+            self.recording.summarize(self.experiment.num_steps)
+            if self.plan.policy.config.readout == "CausalLM":
+                for line in next_commands(self.folder):
+                    self.recording.say(line)
         for failure in failures:
             if isinstance(failure, OSError):
                 raise failure
@@ -254,32 +256,40 @@ async def build_run(
         stack.callback(store.close)
         saved_version = store.latest_version() if resume else None
         progress = start_progress(stack, plan, folder, saved_version)
-        params, base = initial_weights(plan)
-        trainer, restored = make_trainer(plan, params, base), None
-        del params  # the trainer has its own copy
-        checkpointer = Checkpointer(
-            plan=plan, folder=folder, trainer=trainer, base=base, store=store
-        )
-        if saved_version is not None:
-            restored = checkpointer.restore(saved_version)
+        with progress.stage("loading"):
+            params, base = initial_weights(plan)
+            trainer, restored = make_trainer(plan, params, base), None
+            del params  # the trainer has its own copy
+            checkpointer = Checkpointer(
+                plan=plan, folder=folder, trainer=trainer, base=base, store=store
+            )
+            if saved_version is not None:
+                restored = checkpointer.restore(saved_version)
         version = trainer.version if resume else None
         recording = start_recording(
             stack, plan, folder, progress, version=version, restored=restored
         )
         service = await stack.enter_async_context(reward_service(plan))
         if plan.decodes:
-            await start_rewards(service, plan.experiment, *task_sets(plan), say=progress.say)
+            with progress.stage("starting reward workers"):
+                await start_rewards(service, plan.experiment, *task_sets(plan), say=progress.say)
         weight_channel, engine = start_engine_loops(stack, plan, base, recording.trace)
         # Everything is compiled before anything waits: timeouts are for work, not for the compiler.
         if plan.decodes:
             weight_channel.publish(trainer.version, trainer.params)
+        with progress.stage("compiling") as stage:
             await asyncio.gather(
-                asyncio.to_thread(trainer.warm_up),
-                *(asyncio.to_thread(each.warm_up) for each in plan.engines),
+                asyncio.to_thread(trainer.warm_up, partial(stage.compiles, "trainer")),
+                *(
+                    asyncio.to_thread(
+                        each.warm_up, on_program=partial(stage.compiles, f"engine {number}")
+                    )
+                    for number, each in enumerate(plan.engines, 1)
+                    if plan.decodes
+                ),
             )
+        if plan.decodes:
             engine.start()
-        else:
-            await asyncio.to_thread(trainer.warm_up)
         yield await make_run(
             stack,
             plan,

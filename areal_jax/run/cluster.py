@@ -220,18 +220,20 @@ async def build_cluster_run(
         progress = start_progress(stack, plan, folder, saved_version)
         arguments = written_settings(experiment), source
         pool = _make_pool(stack, plan, cluster, arguments, progress.say)
+        stage = progress.stage("starting trainer hosts, engines and reward workers")
         async with cluster.reserve():
-            (trainers, beside), _ = await all_or_none(
-                start_trainers(
-                    stack,
-                    cluster,
-                    *arguments,
-                    str(folder.absolute()),
-                    saved_version,
-                    claim.token if claim else None,
-                ),
-                pool.start(),
-            )
+            with stage:
+                (trainers, beside), _ = await all_or_none(
+                    start_trainers(
+                        stack,
+                        cluster,
+                        *arguments,
+                        str(folder.absolute()),
+                        saved_version,
+                        claim.token if claim else None,
+                    ),
+                    pool.start(),
+                )
         restored = None if beside is None else unpack(beside)
         version = trainers.version if resume else None
         recording = start_recording(

@@ -84,7 +84,9 @@ class PeriodicEvaluation:
         tokenizer, agents = self.plan.tokenizer, self.agents
         paused = self.weight_channel.paused() if config.pinned else nullcontext()
         evaluating = nullcontext() if agents is None else agents.evaluating(holds=config.pinned)
-        with paused, evaluating as runner, self.recording.span("evaluation", f"version {version}"):
+        stage = self.recording.progress.stage("evaluation", announce=False)
+        span = self.recording.span("evaluation", f"version {version}")
+        with stage, paused, evaluating as runner, span:
             result = await evaluate(
                 self.plan.eval_tasks.tasks[: config.num_tasks],
                 workflow_of(experiment, tokenizer, config.samples_per_task, self.tools, runner),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -13,16 +12,11 @@ from typing import Any
 
 import psutil
 
-from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.config.load import CONFIG_FILE, read_plainly, write_config
 from areal_jax.config.overrides import to_json
-from areal_jax.metrics import names
-from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.health import HealthMonitor
-from areal_jax.metrics.jsonl import read
 from areal_jax.metrics.meters import Meters
 from areal_jax.metrics.progress import Progress
 from areal_jax.metrics.samples import TrainedSample
@@ -30,10 +24,10 @@ from areal_jax.metrics.sinks import Sinks
 from areal_jax.metrics.trace import Trace
 from areal_jax.records import Group
 from areal_jax.reports.report import ReportWriter
-from areal_jax.reports.series import collect
 from areal_jax.run.checks import require_consistency
 from areal_jax.run.plan import Plan
 from areal_jax.run.plan_report import headline
+from areal_jax.run.summary import summary_lines
 
 TRACE = "trace.json"
 
@@ -87,7 +81,7 @@ class Recording:
         """Write and show the metrics of an evaluation of `version`."""
         self.sinks.write(version, metrics)
         self.report_writer.notify()
-        self.progress.evaluated(metrics)
+        self.progress.evaluated(version, metrics)
         self.say(line)
 
     def record_samples(
@@ -125,6 +119,21 @@ class Recording:
     def say(self, line: str) -> None:
         """Show a line."""
         self.progress.say(line)
+
+    def summarize(self, num_steps: int) -> None:
+        """Show the outcome of the run.
+
+        Args:
+            num_steps: steps that the run should make.
+        """
+        for line in summary_lines(
+            self.folder,
+            num_steps,
+            elapsed_s=self.progress.elapsed_s,
+            stage_s=self.progress.stage_s,
+            findings=self.health.active,
+        ):
+            self.say(line)
 
     def flush(self) -> None:
         """Write buffered rows to disk."""
@@ -177,15 +186,17 @@ def start_recording(
     """
     experiment = plan.experiment
     gaps = None if version is None else require_consistency(plan, folder, version, restored)
-    run_id = None if version is None else read_plainly(folder / CONFIG_FILE)[0]
+    saved_id = None if version is None else read_plainly(folder / CONFIG_FILE)[0]
+    run_id = saved_id or secrets.token_hex(8)
+    written = to_json(experiment)
     sinks = Sinks(folder, experiment.metrics, version, plan.tokenizer.decode)
     # Written after the state was restored: settings that cannot restore it must not replace the
     # run's own.
-    write_config(experiment, folder / CONFIG_FILE, run_id or secrets.token_hex(8))
+    write_config(experiment, folder / CONFIG_FILE, run_id)
     stack.callback(sinks.close)
     trace = Trace(folder / TRACE if experiment.metrics.trace else None)
     stack.callback(trace.close)
-    write_description(folder, headline(plan), to_json(experiment), plan.devices, gaps)
+    write_description(folder, headline(plan), written, plan.devices, gaps)
     report_writer = ReportWriter(folder)
     stack.callback(report_writer.close)
     workflow = type(experiment.workflow).__name__
@@ -197,26 +208,3 @@ def start_recording(
         health=HealthMonitor(experiment.health, workflow, experiment.num_steps),
         report_writer=report_writer,
     )
-
-
-def result_lines(folder: Path, *, answers: bool) -> Iterator[str]:
-    """Change of a run's score, and the commands that evaluate and serve its newest checkpoint.
-
-    Args:
-        answers: whether the policy generates; a reward model does not.
-    """
-    series = collect(read(folder / METRICS))
-    for name, label, form in (
-        (names.PASS_AT_1, "pass@1", ".1%"),
-        (names.EVAL_REWARD, "mean reward", ".4g"),
-    ):
-        # A version that was evaluated again has its last score.
-        scores = dict(zip(*series.get(name, ([], [])), strict=True))
-        if len(scores) > 1:
-            (first, before), *_, (last, after) = scores.items()
-            yield f"{label} {before:{form}} of version {first}, {after:{form}} of version {last}"
-    if not answers or not saved_versions(folder / CHECKPOINTS):
-        return
-    where = shlex.quote(str(folder))
-    yield f"evaluate it: python -m areal_jax.evaluate checkpoint={where}"
-    yield f"serve it: python -m areal_jax.serve model={where}"

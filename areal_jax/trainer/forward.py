@@ -222,7 +222,7 @@ class FrozenPolicy:
     def num_compilations(self) -> int:
         return self._forward.num_compilations
 
-    def warm_up(self) -> None:
+    def compile(self) -> None:
         """Compile what `logprobs` runs."""
         abstract = jax.tree.map(
             lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),

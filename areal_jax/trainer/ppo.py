@@ -9,6 +9,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from areal_jax.metrics.meters import Mean, Meters
+from areal_jax.parallel.compilation import Program
 from areal_jax.records import Group, StepResult
 from areal_jax.rl.config import GAE, KLInLoss, KLInReward
 from areal_jax.trainer import stages
@@ -89,10 +90,9 @@ class Trainer(Versions):
     def num_compilations(self) -> int:
         return super().num_compilations + sum(frozen.num_compilations for frozen in self._frozen())
 
-    def warm_up(self) -> None:
-        super().warm_up()
-        for frozen in self._frozen():
-            frozen.warm_up()
+    def list_programs(self) -> list[Program]:
+        frozen = [("frozen logprobs", each.compile) for each in self._frozen()]
+        return [*super().list_programs(), *frozen]
 
     def step(self, groups: Sequence[Group]) -> StepResult:
         """Train on a batch with `num_mini_batches` optimizer updates, and increase `version` by one.

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.data.preferences import PreferencePair
 from areal_jax.data.sft import SupervisedExample
+from areal_jax.parallel.compilation import Program
 from areal_jax.rl.config import Preference
 from areal_jax.rl.losses import PolicyLoss
 from areal_jax.rl.preference import preference_loss
@@ -67,10 +68,11 @@ class PreferenceTrainer(FromExamples[PreferencePair]):
             self._reference.num_compilations if self._reference else 0
         )
 
-    def warm_up(self) -> None:
-        super().warm_up()
+    def list_programs(self) -> list[Program]:
+        programs = super().list_programs()
         if self._reference:
-            self._reference.warm_up()
+            programs.append(("reference logprobs", self._reference.compile))
+        return programs
 
     def pack(self, examples: Sequence[PreferencePair]) -> Packed:
         """Pack pairs, with the reference's log-probs in the column of the proximal policy's."""

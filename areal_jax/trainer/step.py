@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Shaped
 
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.compilation import Program
 from areal_jax.parallel.sharding import TRAIN_RULES, put, put_batch, put_copy
 from areal_jax.records import PackedBatch
 from areal_jax.trainer.config import TrainerConfig
@@ -83,17 +85,20 @@ class Learner:
         """Number of programs compiled so far."""
         return self.programs.num_compilations + self.forward.num_compilations
 
-    def warm_up(self, *, reads_logprobs: bool = False, measures: bool = False) -> None:
-        """Compile everything that training executes. Changes nothing else.
+    def list_programs(
+        self, *, reads_logprobs: bool = False, measures: bool = False
+    ) -> list[Program]:
+        """Return all programs that training executes.
 
         Args:
             reads_logprobs: `logprobs` will be called.
             measures: `measure` will be called.
         """
-        for name in ("zeros", "accumulate", "apply", *(["measure"] if measures else [])):
-            self.programs.compiled(name)
+        names = ("zeros", "accumulate", "apply", *(["measure"] if measures else []))
+        programs: list[Program] = [(name, partial(self.programs.compiled, name)) for name in names]
         if reads_logprobs:
-            self.forward.compiled(self.params, self.base)
+            programs.append(("logprobs", lambda: self.forward.compiled(self.params, self.base)))
+        return programs
 
     def put(self, batch: PackedBatch) -> DeviceBatch:
         """Start the transfer of a micro-batch to the train mesh; its other columns are zeros."""

@@ -12,6 +12,7 @@ import numpy as np
 from areal_jax.data.packing import Layout
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params
+from areal_jax.parallel.compilation import OnProgram, Program, compile_programs
 from areal_jax.records import StepResult
 from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.state import CriticState, TrainState
@@ -85,11 +86,19 @@ class Versions:
             0 if self._critic is None else self._critic.num_compilations
         )
 
-    def warm_up(self) -> None:
+    def warm_up(self, on_program: OnProgram | None = None) -> None:
         """Compile everything that a step executes. Changes neither parameters nor version."""
-        self._learner.warm_up(reads_logprobs=self._reads_logprobs, measures=self._measures)
+        compile_programs(self.list_programs(), on_program)
+
+    def list_programs(self) -> list[Program]:
+        """Return all programs that a step executes."""
+        programs = self._learner.list_programs(
+            reads_logprobs=self._reads_logprobs, measures=self._measures
+        )
         if self._critic is not None:
-            self._critic.warm_up(reads_logprobs=True)
+            of_critic = self._critic.list_programs(reads_logprobs=True)
+            programs += [(f"critic {name}", compile_it) for name, compile_it in of_critic]
+        return programs
 
 
 class Packed(NamedTuple):

@@ -438,7 +438,7 @@ def commands(text: str) -> list[list[str]]:
     joined = re.sub(r"\\\n\s*", "", text)
     return [
         shlex.split(line, comments=True)
-        for line in re.findall(r"python -m areal_jax\.evaluate (.*)", joined)
+        for line in re.findall(r"^ .*\bareal-evaluate (.*)", joined, re.MULTILINE)
     ]
 
 

@@ -1,4 +1,4 @@
-"""python -m areal_jax.serve: settings, errors, and the life of the process."""
+"""areal-serve: settings, errors, and the life of the process."""
 
 from __future__ import annotations
 

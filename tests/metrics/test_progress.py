@@ -1,6 +1,7 @@
 """The progress line, on terminals and in files."""
 
 import io
+from contextlib import suppress
 
 from rich.console import Console
 
@@ -70,9 +71,9 @@ def test_live_line_shows_the_newest_score():
     shown = io.StringIO()
     progress = Progress("headline", 10, console=Console(file=shown, force_terminal=True, width=200))
     progress.update(10, METRICS | {names.PASS_AT_1: 0.125})
-    progress.evaluated({names.PASS_AT_1: 0.75})
+    progress.evaluated(7, {names.PASS_AT_1: 0.75})
     progress.close()
-    assert "pass@1 75.0%" in shown.getvalue().rpartition("step 10/10")[2]
+    assert "pass@1 75.0% of version 7" in shown.getvalue().rpartition("step 10/10")[2]
 
 
 def test_empty_live_line_is_removed():
@@ -116,9 +117,9 @@ def test_supervised_step_shows_loss_and_scores():
 def test_evaluation_score_is_shown_from_then_on():
     file = io.StringIO()
     progress = Progress("policy", 2, console=Console(file=file, width=200, soft_wrap=True))
-    progress.evaluated({names.PASS_AT_1: 0.25})
+    progress.evaluated(0, {names.PASS_AT_1: 0.25})
     progress.update(2, METRICS)
-    assert "pass@1 25.0%" in file.getvalue()
+    assert "pass@1 25.0% of version 0" in file.getvalue()
 
 
 def test_evaluation_progress_shows_the_score_so_far():
@@ -152,3 +153,79 @@ def test_progress_can_be_disabled_but_not_the_headline():
         "policy tiny, 4 tasks, 1 cpu",
         "done [not markup]",
     ]
+
+
+def plain(clock: Clock) -> tuple[Progress, io.StringIO]:
+    file = io.StringIO()
+    console = Console(file=file, width=200, soft_wrap=True)
+    return Progress("policy", 10, console=console, clock=clock), file
+
+
+def test_stages_are_shown_with_their_time():
+    clock = Clock()
+    progress, file = plain(clock)
+    with progress.stage("loading"):
+        clock.now_s += 2.5
+    for seconds in (4.0, 1.0):
+        with progress.stage("evaluation", announce=False):
+            clock.now_s += seconds
+    with progress.stage("compiling") as stage:
+        stage.compiles("trainer", "zeros", 1, 3)
+        stage.compiles("engine 1", "generate 64 0", 5, 8)
+        assert stage.describe() == "compiling 6 of 11: trainer zeros, engine 1 generate 64 0"
+        stage.compiles("trainer", "apply", 3, 3)
+        assert stage.describe() == "compiling 8 of 11: engine 1 generate 64 0"
+        clock.now_s += 7.0
+    progress.close()
+    assert file.getvalue().splitlines()[1:] == ["loading: 2.5 s", "compiling 11 programs: 7.0 s"]
+    assert progress.stage_s == {"loading": 2.5, "evaluation": 5.0, "compiling": 7.0}
+
+
+def test_without_terminal_a_line_comes_every_30_seconds():
+    clock = Clock()
+    progress, file = plain(clock)
+    with progress.stage("compiling", announce=False) as stage:
+        stage.compiles("trainer", "accumulate", 2, 4)
+        for _ in range(70):
+            clock.now_s += 1.0
+            progress.tick()
+    clock.now_s += 20.0
+    progress.tick()
+    progress.update(1, METRICS)
+    clock.now_s += 30.0
+    progress.tick()
+    progress.close()
+    lines = file.getvalue().splitlines()[1:]
+    assert lines[0] == "compiling 2 of 4: trainer accumulate  0:30, 0:30 elapsed"
+    assert lines[1] == "compiling 2 of 4: trainer accumulate  1:00, 1:00 elapsed"
+    assert lines[2] == "waiting for the first step, 1:30 elapsed"
+    assert lines[3].startswith("step 1/10  reward -1.23")
+    assert lines[4] == "step 1/10 ended 0:30 ago, 2:00 elapsed"
+    assert len(lines) == 5
+
+
+def test_failed_stage_is_not_announced():
+    progress, file = plain(Clock())
+    with suppress(KeyError), progress.stage("loading"):
+        raise KeyError
+    progress.tick()
+    progress.close()
+    assert file.getvalue().splitlines() == ["policy"]
+
+
+def test_terminal_shows_stages_until_the_first_step():
+    file, clock = io.StringIO(), Clock()
+    console = Console(file=file, force_terminal=True, width=200, color_system=None)
+    progress = Progress("policy", 10, console=console, clock=clock)
+    with progress.stage("compiling") as stage:
+        stage.compiles("trainer", "accumulate", 2, 4)
+        clock.now_s += 5.0
+        assert progress._bar is not None
+        progress._bar.refresh()
+        shown = file.getvalue()
+        assert "compiling 2 of 4: trainer accumulate  0:05" in shown
+        last = shown.rpartition("compiling 2 of 4")[2]
+        assert "step" not in last
+    progress.update(1, METRICS)
+    progress.close()
+    assert "step 1/10 reward -1.23" in file.getvalue().rpartition("compiling 4 programs")[2]

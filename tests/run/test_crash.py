@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -127,7 +128,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(
     process.send_signal(signal.SIGINT)
     output = finished(process, 130)
     done = f"stopped by SIGINT after {steps_done(run)} of 100000 steps"
-    assert f"areal_jax: {done}; python -m areal_jax.train --resume={run} resumes from" in output
+    assert re.search(f"areal_jax: {done}; .*areal-train --resume={run} resumes from", output)
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert int(checkpoint.name) == steps_done(run) >= 3
     assert (run / "report.html").is_file() and (run / "learning_curve.png").is_file()

@@ -1,0 +1,19 @@
+"""Ahead-of-time compilation of the programs of a trainer or an engine, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Program = tuple[str, Callable[[], object]]
+"""Name of a program, and what compiles it; nothing happens where it is compiled already."""
+
+OnProgram = Callable[[str, int, int], None]
+"""Receives the name of the program that is compiled next, its number from 1, and their number."""
+
+
+def compile_programs(programs: Sequence[Program], on_program: OnProgram | None) -> None:
+    """Compile programs in order."""
+    for number, (name, compile_it) in enumerate(programs, 1):
+        if on_program is not None:
+            on_program(name, number, len(programs))
+        compile_it()
