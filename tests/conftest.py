@@ -44,11 +44,15 @@ settings.register_profile(
 )
 settings.load_profile("without clocks")
 
-# Tests of extras that have environments of their own: `jetstream` brings TensorFlow, and `tpu` the
-# compilers of TPUs.
+# Tests of extras that have environments of their own: `jetstream` brings TensorFlow, `tpu` the
+# compilers of TPUs, and the trackers pandas and Flask.
 collect_ignore = [
     folder
-    for folder, library in (("orchestrator", "jetstream"), ("compile_only", "libtpu"))
+    for folder, library in (
+        ("orchestrator", "jetstream"),
+        ("compile_only", "libtpu"),
+        ("trackers", "mlflow"),
+    )
     if not importlib.util.find_spec(library)
 ]
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"

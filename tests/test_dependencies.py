@@ -12,7 +12,13 @@ PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_t
 EXTRAS = PROJECT["optional-dependencies"]
 
 
-@pytest.mark.parametrize("requirement", [*PROJECT["dependencies"], *EXTRAS["ray"]])
+@pytest.mark.parametrize(
+    "requirement",
+    [
+        *PROJECT["dependencies"],
+        *(each for name in ("ray", "wandb", "trackio", "mlflow") for each in EXTRAS[name]),
+    ],
+)
 def test_every_dependency_has_a_floor_and_a_ceiling(requirement: str) -> None:
     name, versions = re.fullmatch(r"([\w.-]+)([^;]*)(;.*)?", requirement).groups()[:2]  # pyright: ignore[reportOptionalMemberAccess]
     assert "==" in versions or (">=" in versions and "<" in versions.replace("<=", "<")), (

@@ -88,6 +88,9 @@ ROOMS_OF_LIBRARY = {
     "fastapi": ("serve",),
     "starlette": ("serve",),
     "uvicorn": ("serve",),
+    "wandb": ("metrics",),
+    "trackio": ("metrics",),
+    "mlflow": ("metrics",),
 }
 """Rooms that may import a library."""
 

@@ -23,6 +23,7 @@ _TASKS = ("tasks", "examples")
 _REWARD = ("rewards.function",)
 _SAVE = ("checkpoint.every_steps",)
 _EVALUATE = ("evaluation.every_steps",)
+_TRACKERS = ("metrics.trackers",)
 _SLOTS = ("engine.num_slots", "slots")
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -79,6 +80,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "kl_penalty": ("trainer.reference.kl",),
     "kv_cache_dtype": ("engine.kv_dtype",),
     "learning_rate": _LEARNING_RATE,
+    "logger": _TRACKERS,
     "lora": ("policy.lora",),
     "lora_alpha": ("policy.lora.alpha",),
     "lora_r": ("policy.lora.rank",),
@@ -127,6 +129,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "prompt_max_len": _PROMPT_TOKENS,
     "random_seed": ("seed",),
     "ref_model": ("trainer.reference.path",),
+    "report_to": _TRACKERS,
     "response_length": _NEW_TOKENS,
     "reward_fn": _REWARD,
     "reward_funcs": _REWARD,
@@ -155,7 +158,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "train_batch_size": _BATCH_SIZE,
     "train_dataset": _TASKS,
     "train_files": _TASKS,
+    "use_wandb": _TRACKERS,
     "val_files": ("eval_tasks", "eval_examples"),
+    "wandb": _TRACKERS,
     "warmup_ratio": _WARMUP,
     "warmup_steps": _WARMUP,
     "wd": ("trainer.optimizer.weight_decay",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import chz
 
 from areal_jax.bounds import ABOVE_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
@@ -20,6 +22,10 @@ class MetricsConfig:
     )
     trace: bool = chz.field(default=True, doc="trace.json: a timeline of all threads for Perfetto")
     progress: bool = chz.field(default=True, doc="progress line on the terminal")
+    trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = chz.field(
+        default=(), doc="experiment trackers; each needs the extra of its name"
+    )
+    project: str = chz.field(default="areal_jax", doc="project of the run at its trackers")
 
 
 @chz.chz

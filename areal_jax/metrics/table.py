@@ -184,6 +184,7 @@ TABLE: tuple[Entry, ...] = tuple(
         ("weights", _WEIGHTS),
         ("rewards", _REWARDS),
         ("evaluation", _EVALUATION),
+        ("trackers", (Entry("failed", "rows that did not reach a tracker", "rows", "0"),)),
     )
     for entry in entries
 ) + tuple(

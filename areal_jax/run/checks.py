@@ -16,7 +16,7 @@ from areal_jax.config.load import CONFIG_FILE, read_plainly
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine, find_too_long
 from areal_jax.errors import ConfigError
-from areal_jax.metrics import consistency, description
+from areal_jax.metrics import consistency, description, trackers
 from areal_jax.run.memory_checks import find_overflow
 from areal_jax.run.plan import Plan
 from areal_jax.workflows.agent import parse_command
@@ -40,6 +40,7 @@ def find_mismatches(plan: Plan) -> Iterator[str]:
             f"launch=Ray needs {' and '.join(missing)}, which are not installed: pip install "
             "'areal-jax[ray]'"
         )
+    yield from trackers.find_missing(plan.experiment.metrics.trackers)
     if plan.decodes:
         yield from find_too_long(engine, f"policy.path={path}")
         yield from _missing_program(plan.experiment)

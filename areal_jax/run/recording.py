@@ -22,6 +22,7 @@ from areal_jax.metrics.progress import Progress
 from areal_jax.metrics.samples import TrainedSample
 from areal_jax.metrics.sinks import Sinks
 from areal_jax.metrics.trace import Trace
+from areal_jax.metrics.trackers import TrackedRun, start_trackers
 from areal_jax.records import Group
 from areal_jax.reports.report import ReportWriter
 from areal_jax.run.checks import require_consistency
@@ -189,7 +190,11 @@ def start_recording(
     saved_id = None if version is None else read_plainly(folder / CONFIG_FILE)[0]
     run_id = saved_id or secrets.token_hex(8)
     written = to_json(experiment)
-    sinks = Sinks(folder, experiment.metrics, version, plan.tokenizer.decode)
+    tracked = TrackedRun(folder.absolute(), run_id, experiment.metrics.project, written)
+    trackers = start_trackers(experiment.metrics.trackers, tracked)
+    if trackers is not None:
+        stack.callback(trackers.close)
+    sinks = Sinks(folder, experiment.metrics, version, plan.tokenizer.decode, trackers)
     # Written after the state was restored: settings that cannot restore it must not replace the
     # run's own.
     write_config(experiment, folder / CONFIG_FILE, run_id)

@@ -363,3 +363,22 @@ def test_tensorboard_writes_finite_values_and_hides_repeated_steps(tmp_path):
     # The writer records a start at step 1: TensorBoard drops what it read before of step 1 and
     # later.
     assert [event.step for event in second if event.HasField("session_log")] == [1]
+
+
+def test_tensorboard_keeps_names_and_shows_samples(tmp_path):
+    sinks = Sinks(tmp_path, MetricsConfig(samples=False), decode=decode)
+    sinks.write(5, {"evaluation/pass@1": 0.5})
+    sinks.write_samples(5, [a_sample(number) for number in range(3)])
+    sinks.close()
+    (path,) = (tmp_path / TENSORBOARD).iterdir()
+    found = {value.tag: value for event in events(path) for value in event.summary.value}
+    assert found["evaluation/pass@1"].simple_value == 0.5
+    # Three samples of four sampled tokens each, two of version 3 and two of version 4.
+    staleness = found["samples/token_staleness"].histo
+    assert (staleness.num, staleness.min, staleness.max, staleness.sum) == (12, 1.0, 2.0, 18.0)
+    assert found["samples/sampled_tokens"].histo.sum == 12
+    assert found["samples/reward"].histo.num == 3
+    (shown,) = found["samples/first/text_summary"].tensor.string_val
+    title, _, text = shown.decode().partition("\n\n    ")
+    assert title == "task t, reward -5, wrong"
+    assert text == "<10><11><12><13><14><15>"

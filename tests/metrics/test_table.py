@@ -16,7 +16,16 @@ import areal_jax
 from areal_jax.metrics import health, names, table
 from areal_jax.metrics.table import TABLE, Entry, find_undocumented
 
-PREFIXES = ("rollout", "trainer", "weights", "engine", "rewards", "evaluation", "health")
+PREFIXES = (
+    "rollout",
+    "trainer",
+    "weights",
+    "engine",
+    "rewards",
+    "evaluation",
+    "trackers",
+    "health",
+)
 PACKAGE = Path(areal_jax.__file__).parent
 
 
