@@ -135,22 +135,27 @@ class LiveReport:
             return self._number, "" if self._is_closed else self._update
 
     async def _samples(self, request: web.Request) -> web.Response:
-        """Return the number of groups that match the filters, and one of them."""
+        """Return the number of groups that match the filters, and one of them: that at `offset`, or
+        the one with the id `group` if it matches."""
         query = request.query
         try:
             run = self._runs[int(query.get("run", 0))]
             offset = int(query.get("offset", 0))
-            first, last = (int(query[key]) if query.get(key) else None for key in ("first", "last"))
+            first, last, group = (
+                int(query[key]) if query.get(key) else None for key in ("first", "last", "group")
+            )
         except (ValueError, IndexError):
-            text = "expected numbers as run, first, last and offset"
+            text = "expected numbers as run, first, last, group and offset"
             return web.Response(status=400, text=text, headers=HEADERS)
         grade, task = query.get("grade", ""), query.get("task", "")
 
         def find() -> dict[str, Any]:
             found = run.samples.find(first or 0, last, grade, task)
-            places = found[offset : offset + 1].tolist()
+            kept = None if group is None else run.samples.offset_of(found, group)
+            at = offset if kept is None else kept
+            places = found[at : at + 1].tolist()
             groups = [compact_group(rows, None) for rows in run.samples.rows(places)]
-            return {"found": len(found), "group": groups[0] if groups else None}
+            return {"found": len(found), "offset": at, "group": groups[0] if groups else None}
 
         async with self._lock:
             answer = await asyncio.to_thread(find)

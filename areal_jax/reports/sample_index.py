@@ -125,6 +125,11 @@ class SampleIndex:
             matches &= np.isin(np.array(self._tasks, np.int64), numbers)
         return np.flatnonzero(matches)[::-1]
 
+    def offset_of(self, places: Int64[np.ndarray, "G"], group: int) -> int | None:
+        """Return where a group is among `places`; None if it is not there."""
+        found = np.flatnonzero(np.array(self._groups, np.int64)[places] == group)
+        return int(found[0]) if len(found) else None
+
     def representative(self, num_windows: int) -> list[int]:
         """Return one group of each of at most `num_windows` equal parts of the run, oldest first.
 

@@ -66,7 +66,12 @@ def test_all_samples_are_served_by_filter(run: RunFolder) -> None:
             assert (await find())["found"] == 24
             assert (await find())["group"]["group"] == 23
             assert (await find(offset=23))["group"]["group"] == 0
-            assert (await find(offset=24)) == {"found": 24, "group": None}
+            assert (await find(offset=24)) == {"found": 24, "offset": 24, "group": None}
+            # The third newest of the groups with a wrong sample.
+            kept = await find(grade="wrong", group=18, offset=1)
+            assert (kept["offset"], kept["group"]["group"]) == (2, 18)
+            lost = await find(grade="wrong", group=19, offset=1)
+            assert (lost["offset"], lost["group"]["group"]) == (1, 20)
             assert (await find(first=3, last=5))["found"] == 6
             assert (await find(grade="mixed"))["found"] == 12
             found = await find(grade="wrong", task="EVEN-7")

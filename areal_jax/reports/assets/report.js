@@ -293,7 +293,7 @@ function render(data) {
   renderCounts();
   renderMetrics();
   renderSettings();
-  browser.refresh();
+  browser.refresh(true);
   for (const link of document.querySelectorAll("nav a")) link.hidden = byId(link.hash.slice(1)).hidden;
 }
 

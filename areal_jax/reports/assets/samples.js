@@ -55,20 +55,24 @@ const browser = {
     }).reverse();
   },
 
-  async find() {
+  // The number of groups that match, and one of them: that at the offset, or the kept one if it still matches.
+  async find(kept) {
     const {run: place, offset} = this.state;
     if (!page.isLive) {
       const found = this.matches(page.data.runs[place]);
-      return {found: found.length, group: found[offset] ?? null};
+      const at = kept ? found.findIndex((group) => group.group === kept.group) : -1;
+      return {found: found.length, offset: at < 0 ? offset : at, group: found[at < 0 ? offset : at] ?? null};
     }
     const query = new URLSearchParams(location.search);
+    if (kept) query.set("group", kept.group);
     for (const name of ["run", "first", "last", "grade", "task", "offset"]) query.set(name, this.state[name]);
     const answer = await fetch(`samples?${query}`);
     if (!answer.ok) throw new Error(await answer.text());
     return answer.json();
   },
 
-  async refresh() {
+  // New steps must not replace what is being read: `isUpdate` keeps the shown group.
+  async refresh(isUpdate = false) {
     const runs = page.data.runs;
     if (this.state.run >= runs.length) this.state.run = 0;
     const run = runs[this.state.run];
@@ -77,17 +81,18 @@ const browser = {
     const search = ++this.search;
     let answer;
     try {
-      answer = await this.find();
+      answer = await this.find(isUpdate ? this.group : null);
     } catch (error) {
       byId("samples-found").textContent = `samples could not be read: ${error.message}`;
       return;
     }
     if (search !== this.search) return;  // a later filter has been set
-    if (answer.found && this.state.offset >= answer.found) {
+    if (answer.found && answer.offset >= answer.found) {
       this.state.offset = answer.found - 1;
       return this.refresh();
     }
     this.found = answer.found;
+    this.state.offset = answer.offset;
     this.group = answer.group;
     const total = run.samples.groups.toLocaleString();
     const what = page.isLive ? `of the run's ${total} groups`
