@@ -9,6 +9,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from chromium import Tab, open_tab
 from report_runs import RunFolder
 
@@ -213,6 +214,36 @@ def test_file_shows_new_steps_without_losing_its_state(run: RunFolder) -> None:
             assert await tab.evaluate("charts.zoom") == [5, 10]
             await tab.until(f"window.scrollY === {scroll}")
             assert_nothing_left(tab, page)
+
+    in_browser(go())
+
+
+def test_copy_on_a_web_server_refreshes_itself_and_tells_no_other_site(run: RunFolder) -> None:
+    outside = """new Promise((done) => { window.addEventListener("message", () => done("told"));
+      const frame = document.createElement("iframe"); frame.src = "%s?part=data";
+      frame.onload = () => setTimeout(() => done("silent"), 500); document.body.append(frame); })"""
+
+    async def go() -> None:
+        write_report(run.path, "running")
+        app = web.Application()
+        app.router.add_static("/", run.path)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        page = f"http://127.0.0.1:{port}/report.html"
+        async with open_tab(page) as tab:
+            run.step(4)
+            write_report(run.path, "running")
+            await tab.until('document.getElementById("run-body").textContent.includes("34 of 100")')
+            assert_nothing_left(tab, page)
+            # The same server under another name is another site.
+            (run.path / "other.html").write_text("<!DOCTYPE html><body></body>")
+            await tab.open(f"http://localhost:{port}/other.html")
+            assert await tab.evaluate(outside % page) == "silent"
+            await tab.open(f"http://127.0.0.1:{port}/other.html")
+            assert await tab.evaluate(outside % page) == "told"
+        await runner.cleanup()
 
     in_browser(go())
 
