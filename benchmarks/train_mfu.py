@@ -40,7 +40,6 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple, get_args
 
-import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,7 +52,7 @@ from areal_jax.models.config import LoRA, Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.known import KNOWN
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.mesh import make_meshes
+from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.records import PackedBatch
 from areal_jax.rl.config import DecoupledPPO
@@ -168,11 +167,7 @@ def make_learner(args: argparse.Namespace, devices: list[jax.Device]) -> Learner
     adapter = LoRA(rank=args.lora_rank, alpha=2.0 * args.lora_rank) if args.lora_rank else None
     policy = Policy(ModelConfig.from_hf(MODELS[args.model], source=args.model), adapter)
     placement = PlacementConfig(train_context=args.context, train_tensor=args.tensor)
-    if len(devices) > 1:
-        # All devices train; the rollout mesh is unused.
-        placement = chz.replace(placement, train_devices=len(devices), rollout_devices=1)
-        devices = [*devices, devices[0]]
-    mesh = make_meshes(placement, devices).train
+    mesh = make_train_mesh(placement, devices)
     dtype = jnp.dtype(jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16)
     weights = policy.abstract(dtype if adapter else jnp.float32)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_jax.cluster import wire
 from areal_jax.cluster.registry import Registry, WorkerHandle
-from areal_jax.engine.routing import Router, Sums, in_turn, together
+from areal_jax.engine.routing import Router, Sums, merge_engines, merge_periods
 from areal_jax.errors import EngineStopped, WorkerDied
 from areal_jax.records import NO_VERSION, Completion, Progress, Request, empty_completion
 from areal_jax.weights.rolling import RollingUpdate
@@ -164,7 +164,7 @@ class Engines:
             on_death: Callback after its death.
         """
         self._engines[number] = _Engine(num_slots, outdated_since_s=self._clock())
-        self._router.join(number, num_slots)
+        self._router.add_engine(number, num_slots)
         self._registry.join(
             number,
             connection,
@@ -288,7 +288,9 @@ class Engines:
             "engines_lost": self.num_deaths,
             "requests_moved": self.num_moved,
         }
-        return together(reported) | {name: (float(count), 1.0) for name, count in counts.items()}
+        return merge_engines(reported) | {
+            name: (float(count), 1.0) for name, count in counts.items()
+        }
 
     def progress(self) -> Hashable:
         """Return the counts of tokens and completed requests."""
@@ -378,7 +380,7 @@ class Engines:
                         raise
                 finally:
                     job.number = job.call = None
-                    self._router.done(number, request.num_samples)
+                    self._router.complete(number, request.num_samples)
                 self.num_moved += 1
             raise EngineStopped(f"{MAX_ENGINE_DEATHS} engines died with request {request.id!r}")
         except asyncio.CancelledError:
@@ -387,7 +389,7 @@ class Engines:
             raise
         finally:
             if job.next_engine is not None:
-                self._router.done(job.next_engine, request.num_samples)
+                self._router.complete(job.next_engine, request.num_samples)
             del self._jobs[request.id]
 
     async def _assign_engine(self, job: _Job) -> int:
@@ -412,10 +414,10 @@ class Engines:
             for number, engine in self._engines.items()
             if engine.version >= request.min_version or now_s - engine.outdated_since_s < LAG_S
         ]
-        return self._router.give(request.prompt_tokens, request.num_samples, candidates)
+        return self._router.route(request.prompt_tokens, request.num_samples, candidates)
 
     def _remove(self, number: int, death: WorkerDied) -> None:
-        self._router.leave(number)
+        self._router.remove_engine(number)
         self._rolling_update.remove_engine(number)
         self._dead_measures.append(self._engines.pop(number).measures)
         moving = sum(job.number == number for job in self._jobs.values())
@@ -445,7 +447,7 @@ class Engines:
                 self._rolling_update.end_turn(number, payload)
             case "measures":
                 self.num_tokens += payload.get("tokens", (0.0, 1.0))[0]
-                engine.measures = in_turn(engine.measures, payload)
+                engine.measures = merge_periods(engine.measures, payload)
             case _:
                 raise ValueError(f"expected a known topic, found {topic!r} from {connection.name}")
 
@@ -535,7 +537,7 @@ class Engines:
             has_room = load == 0 or load + request.num_samples <= engine.num_slots
             if other != number and engine.version >= request.min_version and has_room:
                 job.num_moves += 1
-                job.next_engine = self._router.give(
+                job.next_engine = self._router.route(
                     request.prompt_tokens, request.num_samples, [other]
                 )
                 self._move(

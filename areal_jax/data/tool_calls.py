@@ -1,4 +1,4 @@
-"""Tool calls in model output, in the Hermes format and as plain tags.
+"""Tool-call parser for model output, in the Hermes format and as plain tags.
 
 The rules follow vLLM's `Hermes2ProToolParser` and the reasoning parser that runs before it:
 

@@ -195,7 +195,7 @@ class EngineLoop:
                 elif not self._scheduler.running:
                     self._idle()
             self._stop(EngineStopped("the decode engine was closed"))
-        except Exception as error:
+        except Exception as error:  # of any class: it fails all requests, and is their cause
             stopped = EngineStopped(f"the engine thread ended with {type(error).__name__}: {error}")
             stopped.__cause__ = error
             self._stop(stopped)

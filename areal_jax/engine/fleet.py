@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 
 from areal_jax.engine.engine_loop import EngineLoop
-from areal_jax.engine.routing import Router, together
+from areal_jax.engine.routing import Router, merge_engines
 from areal_jax.records import Completion, Request
 
 
@@ -19,7 +20,7 @@ class Fleet:
     def __init__(self, loops: Sequence[EngineLoop]):
         self._loops, self._router = loops, Router()
         for number, loop in enumerate(loops):
-            self._router.join(number, loop.num_slots)
+            self._router.add_engine(number, loop.num_slots)
 
     def start(self) -> None:
         """Start the threads."""
@@ -33,13 +34,12 @@ class Fleet:
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
         """Submit a request to one of the engine loops, as `EngineLoop.submit`."""
-        number = self._router.give(request.prompt_tokens, request.num_samples)
-        try:
+        number = self._router.route(request.prompt_tokens, request.num_samples)
+        with ExitStack() as undo:
+            undo.callback(self._router.complete, number, request.num_samples)
             future = self._loops[number].submit(request)
-        except Exception:
-            self._router.done(number, request.num_samples)
-            raise
-        future.add_done_callback(lambda _: self._router.done(number, request.num_samples))
+            undo.pop_all()
+        future.add_done_callback(lambda _: self._router.complete(number, request.num_samples))
         return future
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
@@ -63,4 +63,4 @@ class Fleet:
 
     def metrics(self) -> dict[str, tuple[float, float]]:
         """Merge the metrics of all engines: counts and rates add up, means are averaged."""
-        return together([loop.metrics() for loop in self._loops])
+        return merge_engines([loop.metrics() for loop in self._loops])

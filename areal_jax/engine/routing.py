@@ -1,5 +1,4 @@
-"""Which of several engines a request goes to: where its beginning is known, or where least is to be
-done."""
+"""Routing of requests to engines: by prefix affinity, else to the engine with the lowest load."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ import numpy as np
 from jaxtyping import Int32
 
 BLOCK_TOKENS = 64
-"""Beginnings of prompts are known by whole blocks of so many tokens."""
+"""Granularity of prefix affinity, in tokens."""
 
 MAX_PREFIXES = 1 << 16
-"""Beginnings that are remembered; then the ones longest unused are forgotten."""
+"""Number of remembered prefixes; the least recently used ones are evicted."""
 
 TOTALS = (
     *(
@@ -29,44 +28,51 @@ TOTALS = (
     ),
     *("tokens_per_s", "compilations"),
 )
-"""Measures of which those of several engines add up to one of all; the others are means."""
+"""Metrics that add up over engines; the others are means."""
 
 Sums = Mapping[str, tuple[float, float]]
-"""Sum and weight of each measure."""
+"""Sum and weight of each metric."""
 
 
 class Router:
-    """What engines, by number, have to do, and which prefixes of prompts each of them may still
-    hold.
+    """Load of each engine, and the prompt prefixes that its prefix cache may hold.
 
-    A turn of a conversation goes to the engine that drew the turns before it, whose cache may hold
-    them, unless that has a quarter of its slots more to do than another."""
+    A turn of a conversation is routed to the engine that sampled the turns before it, unless its
+    load exceeds the lowest load by more than a quarter of its slots.
+    """
 
     def __init__(self) -> None:
         self._patience: dict[int, int] = {}
-        # Samples that each engine has been asked for and has not answered.
+        # Requested samples that are not finished, by engine.
         self._load: dict[int, int] = {}
-        # By the digest of a beginning, the engine that was last given it; least recently used
-        # first.
+        # The engine to which each prefix was routed last, by digest; least recently used first.
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
-    def join(self, number: int, num_slots: int) -> None:
-        """There is an engine of that number."""
+    def add_engine(self, number: int, num_slots: int) -> None:
+        """Add an engine."""
         self._patience[number], self._load[number] = max(num_slots // 4, 1), 0
 
-    def leave(self, number: int) -> None:
-        """There is no such engine any more."""
+    def remove_engine(self, number: int) -> None:
+        """Remove an engine."""
         del self._patience[number], self._load[number]
 
     def load(self, number: int) -> int:
-        """Samples that an engine was asked for and has not answered."""
+        """Return the number of unfinished samples of an engine."""
         return self._load[number]
 
-    def give(
+    def route(
         self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, able: Collection[int] = ()
     ) -> int:
-        """The engine that is to answer, which from now on has so much more to do. Args: able:
-        engines to choose from; empty: all."""
+        """Choose an engine for a request, and add the request to its load.
+
+        Args:
+            prompt_tokens: The prompt.
+            num_samples: Number of samples.
+            able: Engines to choose from; empty: all.
+
+        Returns:
+            The engine's number.
+        """
         prefixes = digests(prompt_tokens) if len(self._load) > 1 else []
         number = self._choose(prefixes, able or self._load)
         for prefix in prefixes:
@@ -77,8 +83,8 @@ class Router:
         self._load[number] += num_samples
         return number
 
-    def done(self, number: int, num_samples: int) -> None:
-        """An engine, if it is still there, has so much less to do."""
+    def complete(self, number: int, num_samples: int) -> None:
+        """Subtract finished samples from an engine's load, if the engine still exists."""
         if number in self._load:
             self._load[number] -= num_samples
 
@@ -93,7 +99,7 @@ class Router:
 
 
 def digests(tokens: Int32[np.ndarray, "P"]) -> list[bytes]:
-    """One of each beginning of whole blocks, shortest first."""
+    """Return a digest of each prefix of whole blocks, shortest first."""
     found, digest = list[bytes](), b""
     for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
         digest = blake2b(
@@ -103,19 +109,19 @@ def digests(tokens: Int32[np.ndarray, "P"]) -> list[bytes]:
     return found
 
 
-def together(of_engines: Sequence[Sums]) -> dict[str, tuple[float, float]]:
-    """The measures of several engines as those of one: what is counted in one time adds up, what is
-    a mean stays one."""
+def merge_engines(of_engines: Sequence[Sums]) -> dict[str, tuple[float, float]]:
+    """Merge the metrics of several engines over the same period: counts add up, means are
+    averaged."""
     sums, weights = defaultdict[str, float](float), defaultdict[str, float](float)
-    for measures in of_engines:
-        for name, (total, weight) in measures.items():
+    for metrics in of_engines:
+        for name, (total, weight) in metrics.items():
             sums[name] += total
             weights[name] += weight / len(of_engines) if name in TOTALS else weight
     return {name: (sums[name], weights[name]) for name in weights}
 
 
-def in_turn(earlier: Sums, later: Sums) -> dict[str, tuple[float, float]]:
-    """The measures of one engine over two times, one after the other."""
+def merge_periods(earlier: Sums, later: Sums) -> dict[str, tuple[float, float]]:
+    """Merge the metrics of one engine over two consecutive periods."""
     counts = set(TOTALS) - {"tokens_per_s"}
     found = dict(earlier)
     for name, (total, weight) in later.items():

@@ -1,8 +1,8 @@
-"""One token per slot from its logits: one uniform number, looked up in the cumulative distribution.
+"""Sampling of one token per slot from its logits, by inversion of the cumulative distribution.
 
-A draw depends on (seed, sample index, position) and the logits alone. Axes: S slots, V vocabulary,
-N draws ahead, W tokens of a block of the vocabulary, M blocks or stop tokens, K alternatives, T
-tokens of a sequence.
+A token depends on (seed, sample index, position) and the logits only. Axes: S slots, V vocabulary,
+N positions, W tokens of a block of the vocabulary, M blocks or stop tokens, K top tokens, T tokens
+of a sequence.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 def uniforms(
     seeds: UInt32[Array, "S 2"], samples: Int32[Array, "S"], positions: Int32[Array, "S N"]
 ) -> Float32[Array, "S N"]:
-    """One number in [0, 1) per slot and position: uniform(fold_in(fold_in(key(seed), sample),
-    position)).
+    """Return a number in [0, 1) per slot and position.
 
-    `seeds` holds the high and the low word of each request's seed."""
+    It is uniform(fold_in(fold_in(key(seed), sample), position)).
+
+    Args:
+        seeds: High and low word of each request's seed.
+        samples: Index of each slot's sample in its request.
+        positions: Positions in the sequence.
+    """
 
     def number(seed: Array, sample: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), sample)
@@ -32,17 +37,21 @@ def uniforms(
 def sample_tokens(
     logits: Float32[Array, "S V"], uniform: Float32[Array, "S"], temperature: Float32[Array, "S"]
 ) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:
-    """The token whose stretch of the cumulative distribution softmax(logits / temperature) holds
-    `uniform`, and its log-prob.
+    """Sample a token per slot from softmax(logits / temperature).
 
-    Temperature 0 takes the most likely token, the first of equals, and reports its log-prob at
-    temperature 1. A token of probability 0 (logit -inf) is never sampled."""
+    The token is the one whose interval of the cumulative distribution contains `uniform`.
+    Temperature 0 selects the most likely token (the first of equals), with its log-prob at
+    temperature 1. A token of probability 0 (logit -inf) is never sampled.
+
+    Returns:
+        Tokens and their log-probs.
+    """
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     highest = scaled.max(-1, keepdims=True)
     weights = jnp.exp(scaled - highest)
     sampled, total = _invert(weights, uniform)
-    # The first highest as a minimum over places: XLA's argmax does not vectorise on CPU.
+    # The first maximum as a minimum over indices: XLA's argmax does not vectorise on CPU.
     places = jnp.arange(logits.shape[1], dtype=jnp.int32)
     best = jnp.where(scaled == highest, places, logits.shape[1] - 1).min(-1)
     token = jnp.where(greedy, best, sampled)
@@ -57,12 +66,13 @@ def keep_most_likely(
     top_p: Float32[Array, "S"],
     min_p: Float32[Array, "S"],
 ) -> Float32[Array, "S V"]:
-    """Logits with -inf wherever top-k, min-p or, among what they leave, top-p excludes a token.
+    """Set logits to -inf that top-k, min-p or, among the rest, top-p exclude.
 
-    min-p (arXiv:2407.01082) keeps tokens with at least `min_p` of the most likely one's
-    probability, top-p the most likely until they hold `top_p` of the probability, the one that
-    crosses included. Of equal logits the lower token goes first. top_k 0, top_p 1 and min_p 0
-    exclude nothing, nor does anything at temperature 0."""
+    min-p (arXiv:2407.01082) keeps tokens with at least `min_p` times the probability of the most
+    likely one. top-p keeps the most likely tokens until their probability reaches `top_p`, the last
+    one included. Among equal logits the lower token comes first. top_k 0, top_p 1 and min_p 0 exclude
+    nothing; at temperature 0 nothing is excluded.
+    """
     size = logits.shape[1]
     filtered = temperature > 0
     limit = jnp.where(filtered & (top_k > 0), top_k, size)[:, None]
@@ -74,8 +84,8 @@ def keep_most_likely(
     possible = (places < limit) & (scaled >= lowest)
     share = jax.nn.softmax(jnp.where(possible, scaled, -jnp.inf), axis=-1)
     kept = possible & ((jnp.cumsum(share, axis=-1) - share < mass) | (mass >= 1))
-    # Back in the order of the vocabulary, so that a request without filters draws the same beside
-    # one with them.
+    # In the order of the vocabulary again, so that a request without filters samples the same
+    # tokens in a batch with filters.
     last = kept.sum(-1, keepdims=True) - 1
     threshold, last_token = (
         -jnp.take_along_axis(negative, last, 1),
@@ -87,9 +97,9 @@ def keep_most_likely(
 
 
 def count_tokens(sequences: Int32[Array, "S T"], size: int) -> Int32[Array, "S V"]:
-    """How often each token of the vocabulary occurs in each sequence; -1 is none."""
+    """Count the occurrences of each token in each sequence; -1 is no token."""
     rows = jnp.arange(len(sequences))[:, None]
-    # A negative index would count from the end; one beyond it is dropped.
+    # A negative index would count from the end; an index beyond the end is dropped.
     places = jnp.where(sequences < 0, size, sequences)
     return jnp.zeros((len(sequences), size), jnp.int32).at[rows, places].add(1, mode="drop")
 
@@ -102,13 +112,19 @@ def penalize(
     frequency: Float32[Array, "S"],
     repetition: Float32[Array, "S"],
 ) -> Float32[Array, "S V"]:
-    """r(l) - presence · [sampled > 0] - frequency · sampled, OpenAI's penalties of tokens in the
-    answer.
+    """Return r(l) - presence · [sampled > 0] - frequency · sampled (OpenAI's penalties).
 
-    r(l) is l / repetition for l > 0 and l · repetition for others, of tokens in prompt or answer
-    (CTRL, arXiv:1909.05858).
+    For tokens in prompt or completion, r(l) is l / repetition for l > 0 and l · repetition otherwise
+    (CTRL, arXiv:1909.05858). Penalties of 0, 0 and 1 change no bit.
 
-    Penalties of 0, 0 and 1 change no bit."""
+    Args:
+        logits: Logits l.
+        in_prompt: Whether the prompt contains the token.
+        sampled: Number of occurrences in the completion.
+        presence: Presence penalty.
+        frequency: Frequency penalty.
+        repetition: Repetition penalty.
+    """
     factor = repetition[:, None]
     repeated = jnp.where(logits > 0, logits / factor, logits * factor)
     logits = jnp.where(in_prompt | (sampled > 0), repeated, logits)
@@ -118,7 +134,7 @@ def penalize(
 def forbid(
     logits: Float32[Array, "S V"], tokens: Int32[Array, "S M"], forbidden: Bool[Array, "S"]
 ) -> Float32[Array, "S V"]:
-    """Logits with -inf at these tokens (-1 is none) of the slots to which they are forbidden."""
+    """Set the logits of `tokens` (-1 is no token) to -inf in the slots where `forbidden` is true."""
     places = jnp.where(forbidden[:, None] & (tokens >= 0), tokens, logits.shape[1])
     return logits.at[jnp.arange(len(logits))[:, None], places].set(-jnp.inf, mode="drop")
 
@@ -126,10 +142,10 @@ def forbid(
 def most_likely(
     logits: Float32[Array, "S V"], temperature: Float32[Array, "S"], count: int
 ) -> tuple[Int32[Array, "S K"], Float32[Array, "S K"]]:
-    """The `count` most likely tokens under softmax(logits / temperature), and their log-probs; at
-    temperature 0 those of 1.
+    """Return the `count` most likely tokens under softmax(logits / temperature) and their log-probs.
 
-    Log-prob -inf fills up a vocabulary that has fewer."""
+    Temperature 0 counts as 1. A smaller vocabulary is padded with log-prob -inf.
+    """
     scaled = logits / jnp.where(temperature == 0, 1.0, temperature)[:, None]
     values, tokens = jax.lax.top_k(scaled, min(count, logits.shape[1]))
     logp, lacking = (
@@ -142,10 +158,11 @@ def most_likely(
 def _invert(
     weights: Float32[Array, "S V"], uniform: Float32[Array, "S"]
 ) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:
-    """First token at which the running sum of weights exceeds uniform · total, and the total.
+    """Return the first token at which the cumulative weight exceeds uniform · total, and the total.
 
-    Two levels, blocks and then tokens of one block: a running sum over a whole vocabulary of 150k
-    tokens in float32 would round away the unlikely ones, and costs more."""
+    Two levels, blocks and then the tokens of one block: a cumulative sum over a vocabulary of 150k
+    tokens in float32 would round away unlikely tokens, and costs more.
+    """
     slots, size = weights.shape
     width = 2 ** round(math.log2(size) / 2)
     padded = jnp.pad(weights, ((0, 0), (0, -size % width)))
@@ -162,14 +179,13 @@ def _invert(
 
 
 def _running_sum(x: Float[Array, "S W"]) -> Float[Array, "S W"]:
-    """Inclusive cumulative sum as a product with a triangle: one matrix product instead of log2(W)
-    passes."""
+    """Return the inclusive cumulative sum, as one product with a triangular matrix."""
     triangle = jnp.triu(jnp.ones((x.shape[1],) * 2, x.dtype))
     return jnp.matmul(x, triangle, precision=jax.lax.Precision.HIGHEST)
 
 
 def _first(reached: Bool[Array, "S W"], possible: Bool[Array, "S W"]) -> Int[Array, "S"]:
-    """First possible place that is reached; the last possible one where rounding leaves none."""
+    """Return the first possible index that is reached; the last possible one if rounding leaves none."""
     places = jnp.arange(reached.shape[1], dtype=jnp.int32)
     first = jnp.where(reached & possible, places, reached.shape[1]).min(-1)
     return jnp.minimum(first, jnp.where(possible, places, 0).max(-1))

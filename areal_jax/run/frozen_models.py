@@ -12,7 +12,7 @@ from areal_jax.models.decoder import Policy
 from areal_jax.rl.config import Reference, Teacher
 from areal_jax.run.models import read_model
 from areal_jax.run.plan import FrozenModelSpec
-from areal_jax.trainer.forward import check_cut
+from areal_jax.trainer.forward import check_row_shards
 from areal_jax.trainer.state import require_host_memory
 
 
@@ -40,7 +40,7 @@ def find_frozen_models(
             )
         else:
             spec = _find(experiment, name, config, policy, tokenizer, row_tokens)
-            check_cut(spec.policy, mesh, row_tokens)
+            check_row_shards(spec.policy, mesh, row_tokens)
         if config.offload:
             require_host_memory(mesh, f"trainer.{name}.offload")
         specs.append(spec)

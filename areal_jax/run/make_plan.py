@@ -24,7 +24,16 @@ from areal_jax.engine.decode import DecodeEngine
 from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models.architecture import Readout
 from areal_jax.models.decoder import Policy
-from areal_jax.parallel.mesh import Meshes, compute_dtype, engine_meshes, make_meshes
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import (
+    Meshes,
+    compute_dtype,
+    engine_meshes,
+    make_meshes,
+    make_rollout_mesh,
+    make_train_mesh,
+)
+from areal_jax.parallel.torus import order_devices
 from areal_jax.records import derive_seed
 from areal_jax.rl.config import GAE
 from areal_jax.run.checks import find_mismatches
@@ -32,7 +41,7 @@ from areal_jax.run.frozen_models import find_frozen_models
 from areal_jax.run.models import find_critic, find_policy, with_pad_token
 from areal_jax.run.plan import Plan, TrainingPlan, decodes
 from areal_jax.run.prompt_limits import limit_prompts
-from areal_jax.trainer.forward import check_cut
+from areal_jax.trainer.forward import check_row_shards
 
 
 def make_plan(experiment: AnyExperiment) -> Plan:
@@ -108,7 +117,7 @@ def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
             critic_folder=critic_folder,
         )
         for each in filter(None, (policy, critic)):
-            check_cut(each, mesh, row_tokens)
+            check_row_shards(each, mesh, row_tokens)
         plan.train_bytes()
     return plan
 
@@ -169,8 +178,8 @@ def _make_meshes(experiment: AnyExperiment) -> Meshes:
     num_train = placement.train_devices or len(devices)
     if decodes(experiment) or num_train > len(devices):
         return make_meshes(placement)
-    # All devices train. The rollout mesh is the first device, where nothing uses it.
-    training_only = chz.replace(
-        placement, rollout_share=None, train_devices=num_train, rollout_devices=1, rollout_tensor=1
+    # The rollout mesh is the first device, where nothing uses it.
+    return Meshes(
+        make_train_mesh(placement, order_devices(devices)[:num_train]),
+        make_rollout_mesh(PlacementConfig(), devices[:1]),
     )
-    return make_meshes(training_only, [*devices, devices[0]])

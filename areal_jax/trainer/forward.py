@@ -1,5 +1,4 @@
-"""What a policy says of micro-batches of one shape, compiled once; and policies that are asked but
-not trained.
+"""The forward pass of a policy over micro-batches of one shape, compiled once; and frozen policies.
 
 Axes: B rows, T tokens of a row.
 """
@@ -25,14 +24,14 @@ from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.state import in_host_memory
 
-MOST_UNROLLED_LAYERS = 8
-"""Up to here the layers are compiled one after the other: for 4 layers on a CPU that takes a
-quarter less time and memory than a scan, which stacks what it keeps for the backward pass, and
-compiles as fast. Beyond, compile time grows too long."""
+MAX_UNROLLED_LAYERS = 8
+"""Largest number of layers that are unrolled. 4 unrolled layers on a CPU take a quarter less time
+and memory than a scan, which stacks what it saves for the backward pass, and compile as fast. With
+more layers, compile time grows too long."""
 
 
-class Read(NamedTuple):
-    """Of a micro-batch, what a forward pass reads."""
+class ModelInputs(NamedTuple):
+    """Columns of a micro-batch that a forward pass reads."""
 
     tokens: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
@@ -40,7 +39,7 @@ class Read(NamedTuple):
 
 
 class DeviceBatch(NamedTuple):
-    """A PackedBatch on the train mesh, with what is found out about it there."""
+    """A `PackedBatch` on the train mesh, with columns that are computed there."""
 
     tokens: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
@@ -53,39 +52,43 @@ class DeviceBatch(NamedTuple):
     advantages: Float[Array, "B T"]
     """Zeros until it is replaced."""
     reference_logp: Float[Array, "B T"] | None = None
-    """Where the objective reads a reference."""
+    """Present if the objective reads a reference."""
     weights: Float[Array, "B T"] | None = None
-    """What each token counts in the mean that the loss is, where that is not the mean over tokens
-    and the objective asks."""
+    """Weight of each token in the mean that the loss is; present if that is not the mean over tokens
+    and the objective reads it."""
 
     @property
-    def read(self) -> Read:
-        return Read(self.tokens, self.segment_ids, self.positions)
+    def inputs(self) -> ModelInputs:
+        """What a forward pass reads."""
+        return ModelInputs(self.tokens, self.segment_ids, self.positions)
 
 
-def check_cut(policy: Policy, mesh: Mesh, row_tokens: int) -> None:
-    """ValueError where rows of this length cannot be cut as the mesh's context axis asks, or heads
-    not be dealt to it."""
+def check_row_shards(policy: Policy, mesh: Mesh, row_tokens: int) -> None:
+    """Check that the mesh's context axis divides rows of this length, and the attention heads.
+
+    Raises:
+        ValueError: It does not.
+    """
     context, heads = mesh.shape["context"], policy.config.num_attention_heads
     if row_tokens % context:
         raise ValueError(
-            f"rows of {row_tokens} tokens do not divide by placement.train_context={context}; "
-            "set trainer.row_tokens to a multiple"
+            f"rows of {row_tokens} tokens are not divisible by placement.train_context={context}; "
+            f"set trainer.row_tokens to a multiple of {context}"
         )
     if context > 1 and heads % num_shards(mesh, "attending_heads", TRAIN_RULES):
         raise ValueError(
-            f"{heads} attention heads do not divide by placement.train_context={context} times "
-            f"placement.train_tensor={mesh.shape['tensor']}, to which attention deals them; "
+            f"{heads} attention heads are not divisible by placement.train_context={context} times "
+            f"placement.train_tensor={mesh.shape['tensor']}, over which attention shards them; "
             "lower either"
         )
 
 
 class Forward:
-    """The forward pass of a policy over micro-batches of one shape on the train mesh, under
-    whatever parameters are given.
+    """The forward pass of a policy over micro-batches of one shape on the train mesh.
 
-    `hidden` and `predictions` are pure, to be traced into other programs; `logprobs` is a compiled
-    program of its own."""
+    Parameters are arguments. `hidden` and `predictions` are pure, and traced into other programs;
+    `logprobs` is a compiled program of its own.
+    """
 
     def __init__(
         self,
@@ -97,7 +100,19 @@ class Forward:
         temperature: float,
         row_tokens: int,
     ):
-        check_cut(policy, mesh, row_tokens)
+        """
+        Args:
+            config: Micro-batch shape, remat and entropy bonus.
+            policy: The policy.
+            mesh: The train mesh.
+            compute_dtype: Data type of activations and matrices.
+            temperature: Sampling temperature, by which logits are divided.
+            row_tokens: Length of a row, in tokens.
+
+        Raises:
+            ValueError: The mesh's context axis does not divide rows or heads.
+        """
+        check_row_shards(policy, mesh, row_tokens)
         self.policy, self.mesh, self.compute_dtype = policy, mesh, compute_dtype
         self.temperature, self.row_tokens = temperature, row_tokens
         self.remat: Remat = config.remat
@@ -113,46 +128,54 @@ class Forward:
 
     @property
     def placed(self) -> NamedSharding:
-        """How a column of a micro-batch lies on the mesh."""
+        """Sharding of a column of a micro-batch."""
         return batch_sharding(self.mesh, (self.rows, self.row_tokens), TRAIN_RULES)
 
     def column(self, dtype: DTypeLike) -> Any:
-        """A column of a micro-batch, without its values."""
+        """Return the shape of a column of a micro-batch."""
         return jax.ShapeDtypeStruct((self.rows, self.row_tokens), dtype, sharding=self.placed)
 
     @property
     def num_compilations(self) -> int:
+        """Number of programs compiled so far."""
         return int(self._program is not None)
 
     def logprobs(self, params: Params, base: Params, batch: DeviceBatch) -> Float[Array, "B T"]:
-        """Log-probability of every token, or with a scalar head the value of what follows it; on
-        the device, not waited for."""
-        return self.compiled(params, base)(params, base, batch.read)
+        """Return the log-prob of every token, asynchronously.
+
+        With a scalar head: at token t, the value of what follows token t.
+        """
+        return self.compiled(params, base)(params, base, batch.inputs)
 
     def compiled(self, params: Params, base: Params) -> jax.stages.Compiled:
-        """The program behind `logprobs`; compiled now if this is its first use."""
+        """Return the program behind `logprobs`; compile it first if this is its first use."""
         if self._program is None:
-            read = Read(*[self.column(np.int32)] * 3)
+            inputs = ModelInputs(*[self.column(np.int32)] * 3)
             jitted = jax.jit(
                 lambda *arguments: self.predictions(*arguments)[0], out_shardings=self.placed
             )
-            self._program = jitted.lower(params, base, read).compile()
+            self._program = jitted.lower(params, base, inputs).compile()
         return self._program
 
     def predictions(
-        self, params: Params, base: Params, read: Read
+        self, params: Params, base: Params, inputs: ModelInputs
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None, Routing | None]:
-        """Log-probability of every token and the entropy of what it was sampled from, or with a
-        scalar head the value of what follows it and None; and where tokens went among experts."""
+        """Return log-probs, entropies and expert routing.
+
+        Returns:
+            The log-prob of every token (with a scalar head: at token t, the value of what follows
+            token t), the entropy of the distribution it was sampled from (None with a scalar head),
+            and the routing of a mixture of experts.
+        """
         whole = self.whole(params, base)
-        hidden, routing = self.hidden(whole, read)
+        hidden, routing = self.hidden(whole, inputs)
         if self.policy.config.is_scalar:
             return self.policy.values(whole, hidden), None, routing
         logp, entropy = token_logprobs(
             hidden,
             self.policy.head(whole),
-            read.tokens,
-            read.segment_ids,
+            inputs.tokens,
+            inputs.segment_ids,
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
             learns_entropy=self.learns_entropy,
@@ -160,27 +183,34 @@ class Forward:
         return logp, entropy, routing
 
     def whole(self, params: Params, base: Params) -> Params:
-        """Parameters as the decoder reads them: an adapter put to the `base` beside it."""
+        """Return the parameters that the decoder reads: an adapter is attached to its `base`."""
         return lora.attach(self.policy, base, params) if self.policy.lora else params
 
-    def hidden(self, whole: Params, read: Read) -> tuple[Float[Array, "B T D"], Routing | None]:
-        """Hidden states behind the last layer, under parameters made by `whole`."""
-        # Whole along the width before tokens are looked up in it: else what is found would have to
-        # be gathered over all rows.
+    def hidden(
+        self, whole: Params, inputs: ModelInputs
+    ) -> tuple[Float[Array, "B T D"], Routing | None]:
+        """Return the hidden states after the last layer, and the routing.
+
+        Args:
+            whole: Result of `whole`.
+            inputs: Tokens, segment ids and positions.
+        """
+        # Gathered along the width before tokens are looked up: otherwise the looked-up vectors
+        # would be gathered over all rows.
         whole = whole | {"embed": self._constrain(whole["embed"], ("vocab",))}
         hidden, _, routing = self.policy.hidden(
             whole,
-            read.tokens,
-            read.positions,
-            sharded_attention(read.segment_ids, self.kernel, self.mesh, TRAIN_RULES),
+            inputs.tokens,
+            inputs.positions,
+            sharded_attention(inputs.segment_ids, self.kernel, self.mesh, TRAIN_RULES),
             compute_dtype=self.compute_dtype,
-            # Without a scan around it XLA on CPU merges what remat computes again with what was
-            # there before: nothing is saved.
+            # Without a scan, XLA on CPU merges what remat recomputes with the first computation, so
+            # that remat saves nothing.
             unroll=self.remat == "none"
-            and self.policy.config.num_hidden_layers <= MOST_UNROLLED_LAYERS,
+            and self.policy.config.num_hidden_layers <= MAX_UNROLLED_LAYERS,
             remat=self.remat,
             experts=sharded_experts(self.mesh, TRAIN_RULES),
-            counted=read.segment_ids > 0,
+            counted=inputs.segment_ids > 0,
         )
         return self._constrain(hidden, ("batch", "tokens")), routing
 
@@ -189,21 +219,18 @@ class Forward:
 
 
 class FrozenPolicy:
-    """A policy that is asked and never trained, such as a reference or a teacher, on the train
-    mesh."""
+    """A policy on the train mesh that is never trained, such as a reference or a teacher."""
 
     def __init__(
         self, forward: Forward, params: Params, base: Params | None = None, *, offload: bool = False
     ):
         """
         Args:
-            params: on the train mesh, laid out by TRAIN_RULES in the dtype of computation; not
-            copied, so what they share with
-                others lies there once.
-            base: with an adapter in `params`, the parameters beside it.
-            offload: `params` rest in the memory of the host, which the devices must be able to
-                reach, and come to them for as
-                long as they are asked.
+            forward: The policy's forward pass.
+            params: Parameters on the train mesh, sharded by TRAIN_RULES, in the compute dtype. They
+                are not copied, so that shared arrays exist once.
+            base: If `params` is an adapter, the parameters that it adapts.
+            offload: Keep `params` in host memory, and transfer them to the devices for each call.
         """
         self._forward, self._base = forward, {} if base is None else base
         self._placed = jax.tree.map(lambda leaf: leaf.sharding, params)
@@ -212,18 +239,18 @@ class FrozenPolicy:
             self._params = jax.device_put(params, in_host_memory(self._placed))
 
     def logprobs(self, batches: Sequence[DeviceBatch]) -> list[Float[Array, "B T"]]:
-        """Log-probability of every token of micro-batches; on the device, not waited for."""
-        # Where they lie there already, this does nothing. All micro-batches at once, so that they
-        # come once.
+        """Return the log-probs of all tokens of micro-batches, asynchronously."""
+        # Does nothing if they are on the devices. One transfer for all micro-batches.
         params = jax.device_put(self._params, self._placed)
         return [self._forward.logprobs(params, self._base, batch) for batch in batches]
 
     @property
     def num_compilations(self) -> int:
+        """Number of programs compiled so far."""
         return self._forward.num_compilations
 
     def compile(self) -> None:
-        """Compile what `logprobs` runs."""
+        """Compile the program behind `logprobs`."""
         abstract = jax.tree.map(
             lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),
             self._params,

@@ -18,12 +18,12 @@ from areal_jax.trainer.critic import critic_config
 from areal_jax.trainer.optimizer import make_optimizer
 from areal_jax.trainer.state import frozen, frozen_shardings, state_shardings, trained
 
-KEPT_PER_MLP = 6
-"""Arrays of the MLP's width that a layer keeps for its backward pass. This and the next three:
+SAVED_PER_MLP = 6
+"""Arrays of the MLP's width that a layer saves for its backward pass. This and the next three are
 fitted to what XLA reports."""
-KEPT_PER_SCORE = 2
-KEPT_PER_WIDTH = 5
-KEPT_PER_LOGIT = 2
+SAVED_PER_SCORE = 2
+SAVED_PER_WIDTH = 5
+SAVED_PER_LOGIT = 2
 
 
 def predicted_bytes(
@@ -35,11 +35,12 @@ def predicted_bytes(
     row_tokens: int,
     critic: Policy | None = None,
 ) -> Mapping[str, int]:
-    """Bytes on each device of the train mesh, by what they are for. Parameters, gradients and
-    optimizer are exact; activations and logits are estimates that hold within about a third.
+    """Estimate the bytes on each device of the train mesh, by purpose.
 
-    A critic's parameters and optimizer lie beside the policy's; what its updates take, more than
-    those of the policy take at other times, is counted with them."""
+    Parameters, gradients and optimizer are exact; activations and logits are within about a third.
+    `critic` counts its parameters and optimizer state, and the bytes by which its updates exceed the
+    policy's.
+    """
     if critic is not None:
         of_policy, of_critic = (
             predicted_bytes(of, which, mesh, compute_dtype, row_tokens=row_tokens)
@@ -64,11 +65,11 @@ def predicted_bytes(
         config.rows_per_micro_batch * row_tokens // mesh.shape["context"], config.logp_chunk_tokens
     )
     outputs = 1 if policy.config.is_scalar else policy.config.vocab_size // mesh.shape["tensor"]
-    logits = KEPT_PER_LOGIT * chunk * outputs * _FLOAT32
+    logits = SAVED_PER_LOGIT * chunk * outputs * _FLOAT32
     moments = bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state)
     if offload:
-        # They come to the device for an update, into the memory that activations and logits have
-        # left.
+        # They are on the device during an update, in the memory that activations and logits have
+        # freed.
         moments = max(0, moments - activations - logits)
     return (
         {"frozen": bytes_per_device(base, frozen_shardings(policy, mesh))} if policy.lora else {}
@@ -83,7 +84,7 @@ def predicted_bytes(
 
 
 def frozen_bytes(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -> int:
-    """Bytes on each device of a frozen policy that lies beside the one trained."""
+    """Return the bytes of a frozen policy on each device."""
     abstract = policy.abstract(compute_dtype)
     return bytes_per_device(abstract, shardings(mesh, policy.axes(), abstract, TRAIN_RULES))
 
@@ -91,12 +92,12 @@ def frozen_bytes(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -> int:
 def _activations(
     config: TrainerConfig, model: ModelConfig, mesh: Mesh, compute_dtype: DTypeLike, row_tokens: int
 ) -> int:
-    """What all layers keep for the backward pass, and what one of them takes while it is computed
-    again."""
+    """Estimate the bytes that all layers save for the backward pass, and that one layer takes while
+    it is recomputed."""
     itemsize, tensor = jnp.dtype(compute_dtype).itemsize, mesh.shape["tensor"]
     tokens = config.rows_per_micro_batch * row_tokens // mesh.shape["context"]
     heads, kv_heads, width = model.num_attention_heads, model.num_key_value_heads, model.hidden_size
-    # A token's places at experts, and about as many again left empty, for rows of an expert come in
+    # A token's rows at its experts, and about as many empty ones, because an expert's rows come in
     # whole blocks.
     moe = model.moe
     inner = (
@@ -108,14 +109,13 @@ def _activations(
     projected = (heads + 2 * kv_heads) * model.head_dim * itemsize // tensor
     scores = 0
     if choose_kernel(mesh.devices.flat[0].platform, row_tokens) == "dense":
-        # A query's reach back to the start of its row: half of it on average. They are float32
-        # whatever computes them.
+        # Keys of a query: half of the row on average. Scores are float32 in every kernel.
         scores = (
-            KEPT_PER_SCORE * heads * (row_tokens + min(row_tokens, 128)) // 2 * _FLOAT32 // tensor
+            SAVED_PER_SCORE * heads * (row_tokens + min(row_tokens, 128)) // 2 * _FLOAT32 // tensor
         )
     whole = (
-        KEPT_PER_WIDTH * width * itemsize
-        + KEPT_PER_MLP * inner * itemsize // tensor
+        SAVED_PER_WIDTH * width * itemsize
+        + SAVED_PER_MLP * inner * itemsize // tensor
         + projected
         + attended
         + scores
@@ -131,8 +131,8 @@ def _activations(
 
 
 def _gathered(policy: Policy, mesh: Mesh) -> int:
-    """One layer, embedding and head with their gradients, whole along what devices with other rows
-    or tokens share."""
+    """Estimate the bytes of one layer, embedding and head with their gradients, gathered over the
+    devices that hold other rows or tokens."""
     parts = num_shards(mesh, "embed", TRAIN_RULES)
     if parts == 1:
         return 0

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate over a run, and which parameters decay."""
+"""AdamW, its learning-rate schedule, and weight decay."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from areal_jax.trainer.config import OptimizerConfig
 def learning_rate(
     config: OptimizerConfig, update: Int[Array, ""], num_updates: int
 ) -> Float[Array, ""]:
-    """Rate of update number `update`, counted from 0, of a run of `num_updates`.
+    """Return the learning rate of an update.
 
-    It rises in equal steps to the peak over the first `warmup_fraction` of the run (no update is
-    wasted on a rate of 0), and stays there or falls to 0 by cosine or line."""
+    It increases in equal steps to the peak over the first `warmup_fraction` of the run (the first
+    update has a rate above 0), and is then constant or decreases to 0 by a cosine or linearly.
+
+    Args:
+        config: Peak, warm-up and schedule.
+        update: Number of the update, from 0.
+        num_updates: Updates of the run.
+    """
     num_warmup = round(config.warmup_fraction * num_updates)
     risen = jnp.minimum(1.0, (update + 1) / max(1, num_warmup))
     progress = jnp.clip((update - num_warmup) / max(1, num_updates - num_warmup), 0.0, 1.0)
@@ -34,12 +40,13 @@ def learning_rate(
 
 
 def make_optimizer(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101) behind a clip of the global norm, as a direction: what it returns is
-    still to be multiplied by minus the learning rate.
+    """Make AdamW (arXiv:1711.05101) with gradients clipped by their global norm.
+
+    The result is a direction: multiply it by minus the learning rate.
 
     Args:
-        axes: logical axis names of every parameter; they tell matrices, which decay, from norms and
-            biases, which do not.
+        config: Settings.
+        axes: Logical axis names of every parameter. Matrices decay; norms and biases do not.
     """
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
@@ -49,13 +56,15 @@ def make_optimizer(config: OptimizerConfig, axes: Any) -> optax.GradientTransfor
 
 
 def num_updates_done(opt_state: optax.OptState) -> Int[Array, ""]:
-    """How many updates made this state: Adam's own count."""
+    """Return the number of updates in this state: Adam's own count."""
     return optax.tree.get(opt_state, "count")
 
 
 def _matrices(axes: Any) -> Any:
-    """True for what maps to or from the residual stream, or the rank of an adapter: the number of
-    dimensions does not tell, since norms and biases of stacked layers have two or three."""
+    """Return true for parameters that map to or from the residual stream or an adapter's rank.
+
+    The number of dimensions does not decide: norms and biases of stacked layers have two or three.
+    """
     return jax.tree.map(
         lambda names: not {"embed", "rank"}.isdisjoint(names) and len(set(names) - {"layers"}) > 1,
         axes,

@@ -202,7 +202,7 @@ class UpdatePrograms:
     ) -> tuple[Float[Array, ""], Measured]:
         """Return the objective with the entropy bonus and the load-balance loss of experts."""
         config, moe = self._config, self._forward.policy.config.moe
-        logp, entropy, routing = self._forward.predictions(params, base, batch.read)
+        logp, entropy, routing = self._forward.predictions(params, base, batch.inputs)
         loss, metrics, off_policy = self._objective.loss(
             logp, batch, num_tokens, proximal_is_current
         )

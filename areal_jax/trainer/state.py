@@ -1,4 +1,4 @@
-"""What a checkpoint of the trainer holds, and how it lies on the train mesh."""
+"""The trainer's state that checkpoints hold, and its sharding on the train mesh."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 
 
 class CriticState(NamedTuple):
-    """What the critic resumes from, as a `TrainState` holds it of the policy."""
+    """State of the critic: as `TrainState`."""
 
     params: Params
     opt_state: optax.OptState
 
 
 class TrainState(NamedTuple):
-    """A pytree of arrays: all that training resumes from."""
+    """A pytree of arrays: everything that training resumes from."""
 
     params: Params
-    """What is trained: the adapter of a policy that has one, else all parameters. float32, sharded
-    over the train mesh."""
+    """Trained parameters: the adapter if the policy has one, else all. float32, sharded over the
+    train mesh."""
     opt_state: optax.OptState
-    """float32, its moments sharded as the parameters; counts the updates made."""
+    """Optimizer state in float32, with moments sharded like the parameters and a count of updates."""
     version: Int32[np.ndarray, ""]
-    """Trainer steps that the parameters have seen."""
+    """Number of trainer steps so far."""
     critic: CriticState | None = None
-    """None where none is asked; its leaves are then none either."""
+    """None without a critic."""
 
 
 HOST_MEMORY = "pinned_host"
-"""The host's memory that devices reach by themselves, as jax names it."""
+"""Kind of host memory that devices can access, as jax names it."""
 
 
 class StateShardings(NamedTuple):
-    """How parameters and optimizer state lie on the train mesh."""
+    """Shardings of parameters and optimizer state on the train mesh."""
 
     params: Any
     opt_state: Any
 
 
 class Trained(NamedTuple):
-    """Shapes and logical axes of what the optimizer changes."""
+    """Shapes and logical axes of the trained parameters."""
 
     abstract: Params
     axes: Any
 
 
 def trained(policy: Policy) -> Trained:
-    """The adapter of a policy that has one, else all of its parameters."""
+    """Return the trained parameters: the adapter if the policy has one, else all."""
     return (
         Trained(lora.abstract(policy), lora.axes(policy))
         if policy.lora
@@ -65,40 +65,50 @@ def trained(policy: Policy) -> Trained:
 
 
 def frozen(policy: Policy, compute_dtype: DTypeLike) -> Params:
-    """Shapes of what the optimizer leaves alone, as it is computed with: all parameters beside an
-    adapter, else nothing."""
+    """Return the shapes of the frozen parameters in the compute dtype: those under an adapter, else
+    none."""
     return policy.abstract(compute_dtype) if policy.lora else {}
 
 
 def frozen_shardings(policy: Policy, mesh: Mesh) -> Params:
-    """How what is frozen lies on the train mesh."""
+    """Return the shardings of the frozen parameters on the train mesh."""
     return shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES) if policy.lora else {}
 
 
 def require_host_memory(mesh: Mesh, setting: str) -> None:
-    """ValueError, naming the setting that asks for it, where the devices cannot reach the memory of
-    the host."""
+    """Check that the devices can access host memory.
+
+    Args:
+        mesh: The mesh.
+        setting: Setting that needs it, for the message.
+
+    Raises:
+        ValueError: They cannot.
+    """
     device = mesh.local_devices[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     if HOST_MEMORY not in kinds:
         raise ValueError(
-            f"{setting}=true needs memory of kind {HOST_MEMORY}, and {device.device_kind} has only "
-            f"{', '.join(sorted(kinds))}; set it to false"
+            f"{setting}=true: expected devices with memory of kind {HOST_MEMORY}, found "
+            f"{device.device_kind} with {', '.join(sorted(kinds))}; set {setting}=false"
         )
 
 
 def in_host_memory(placed: Any) -> Any:
-    """A tree of shardings, each in the memory of the host."""
+    """Return a tree of shardings with all leaves in host memory."""
     return jax.tree.map(lambda how: how.with_memory_kind(HOST_MEMORY), placed)
 
 
 def state_shardings(
     policy: Policy, mesh: Mesh, optimizer: optax.GradientTransformation, *, offload: bool = False
 ) -> StateShardings:
-    """Moments lie as their parameters do, and with `offload` in the memory of the host; counts are
-    on every device.
+    """Return the shardings of parameters and optimizer state.
 
-    Raises ValueError where the devices cannot reach such memory."""
+    Moments are sharded like their parameters, with `offload` in host memory; counts are replicated.
+
+    Raises:
+        ValueError: The devices cannot access host memory.
+    """
     if offload:
         require_host_memory(mesh, "trainer.optimizer.offload")
     abstract, axes = trained(policy)

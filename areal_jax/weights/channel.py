@@ -1,4 +1,4 @@
-"""Latest-wins delivery of versions, which all weight channels share."""
+"""Weight sync: latest-wins delivery of versions, which all weight channels share."""
 
 from __future__ import annotations
 
@@ -223,13 +223,12 @@ class LatestWins(Generic[Sent, Arrived]):
             )
 
     def _run(self) -> None:
-        # The error that ends the thread is handed on to senders and waiters.
         try:
             while (update := self._next_update()) is not None:
                 self._transfer(update)
                 # Frees its memory before the next one arrives.
                 del update
-        except Exception as error:
+        except Exception as error:  # of any class: `_check` raises it in senders and waiters
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

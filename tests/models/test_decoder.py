@@ -12,7 +12,7 @@ from areal_jax.models.attention import Kernel, packed_attention
 from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Attend, Params, Policy
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.mesh import make_meshes
+from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import TRAIN_RULES, put_batch, sharding, shardings
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -199,11 +199,7 @@ def on_eight_devices(
     policy: Policy, params: Params, tensor: int
 ) -> tuple[Params, Sharding, tuple[jax.Array, ...]]:
     """Make parameters, row sharding, and 8 rows of tokens, positions and segments on a mesh."""
-    devices = jax.devices()
-    mesh = make_meshes(
-        PlacementConfig(train_devices=8, rollout_devices=1, train_tensor=tensor),
-        [*devices, devices[0]],
-    ).train
+    mesh = make_train_mesh(PlacementConfig(train_tensor=tensor), jax.devices())
     layout = shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES)
     batch = (
         np.concatenate([np.roll(TOKENS, i, axis=1) for i in range(4)]),

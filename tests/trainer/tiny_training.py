@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.mesh import make_meshes
+from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.records import NO_VERSION, Group, Sample, StepResult, Task
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import critic_learner
@@ -69,14 +69,12 @@ def train_mesh(
     devices: int = 1, tensor: int = 1, fsdp: int | None = None, expert: int = 1, context: int = 1
 ) -> Mesh:
     placement = PlacementConfig(
-        train_devices=devices,
-        rollout_devices=1,
         train_tensor=tensor,
         train_fsdp=fsdp,
         train_expert=expert,
         train_context=context,
     )
-    return make_meshes(placement, jax.devices() + jax.devices()[:1]).train
+    return make_train_mesh(placement, jax.devices()[:devices])
 
 
 def make_trainer(
