@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from areal_jax import __version__
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.cli.arguments import (
@@ -113,6 +114,10 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
     # jax reads its flags when it is first imported: imports of jax come after this.
     os.environ.update(experiment.launch.environment_variables(os.environ))
     prepare(experiment.launch.resolve_placement(experiment.placement))
+    if not command.dry_run:
+        print(
+            f"areal_jax {__version__}: loading data and tokenizer of {experiment.name}", flush=True
+        )
     from areal_jax.run.make_plan import make_plan
     from areal_jax.run.memory_checks import find_shortage
 

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import (
+    AsyncExitStack,
     ExitStack,
     closing,
     contextmanager,
@@ -195,14 +196,16 @@ async def _answer(
             },
         )
 
-    async with RewardService(
-        experiment.rewards, kinds, find_tools_config(experiment.workflow)
-    ) as grader:
-        await start_rewards(grader, experiment, tasks, say=progress.say)
-        async with answerer.answering(grader) as ask:
-            failures = await answer_all(
-                left, ask, keep, name="evaluation", max_running=answerer.max_running
+    async with AsyncExitStack() as stack:
+        with progress.stage("loading", announce=False):
+            grader = await stack.enter_async_context(
+                RewardService(experiment.rewards, kinds, find_tools_config(experiment.workflow))
             )
+            await start_rewards(grader, experiment, tasks, say=progress.say)
+            ask = await stack.enter_async_context(answerer.answering(grader))
+        failures = await answer_all(
+            left, ask, keep, name="evaluation", max_running=answerer.max_running
+        )
     seconds = time.monotonic() - start_s
     with (
         add_file_name(answers.path / TIMES),
