@@ -4,26 +4,38 @@ Public names are resolved on first use, so that importing the package neither im
 a device.
 """
 
+import inspect
+import sys
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from areal_jax.api.results import Result
+    from areal_jax.api.training import train, train_async
     from areal_jax.config.experiment import Experiment, SFTExperiment
     from areal_jax.config.load import load_experiment
     from areal_jax.protocols import Workflow
     from areal_jax.records import Completion, Group, Message, RewardResult, Sample, Task
     from areal_jax.rl.losses import PolicyLoss, decoupled_ppo_loss, policy_loss
     from areal_jax.rollout.gate import Gate
+    from areal_jax.run.callbacks import STOP, Callback, EarlyStopping, KeepBest
 
 __all__ = [
+    "STOP",
+    "Callback",
     "Completion",
+    "EarlyStopping",
     "Experiment",
     "Gate",
     "Group",
+    "KeepBest",
     "Message",
     "PolicyLoss",
+    "Result",
     "RewardResult",
     "SFTExperiment",
     "Sample",
@@ -32,20 +44,60 @@ __all__ = [
     "decoupled_ppo_loss",
     "load_experiment",
     "policy_loss",
+    "train",
+    "train_async",
 ]
 
 _MODULES = {
+    "areal_jax.api.results": ("Result",),
+    "areal_jax.api.training": ("train_async",),
     "areal_jax.config.experiment": ("Experiment", "SFTExperiment"),
     "areal_jax.config.load": ("load_experiment",),
     "areal_jax.protocols": ("Workflow",),
     "areal_jax.records": ("Completion", "Group", "Message", "RewardResult", "Sample", "Task"),
     "areal_jax.rl.losses": ("PolicyLoss", "decoupled_ppo_loss", "policy_loss"),
     "areal_jax.rollout.gate": ("Gate",),
+    "areal_jax.run.callbacks": ("STOP", "Callback", "EarlyStopping", "KeepBest"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
+_FUNCTIONS = {"train": "areal_jax.api.training"}
+"""Public functions that a submodule has the name of, with the module that defines each. The
+submodule is callable as its function, so that `areal_jax.train(...)` works whether or not
+`areal_jax.train` was imported as a module.
+"""
+
+
+class _CallableModule(ModuleType):
+    """A submodule that is called as the public function of its name."""
+
+    def _function(self) -> Callable[..., Any]:
+        name = self.__name__.rpartition(".")[2]
+        return getattr(import_module(_FUNCTIONS[name]), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function()(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function())
+
+
+class _Package(ModuleType):
+    """The package; importing a submodule sets an attribute of it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _FUNCTIONS and isinstance(value, ModuleType):
+            value.__class__ = _CallableModule
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
 
 def __getattr__(name: str) -> object:
+    if name in _FUNCTIONS:
+        return import_module(f"{__name__}.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_MODULE_OF[name]), name)

@@ -155,7 +155,7 @@ def checked(folder: Path, experiment: Experiment) -> dict[str, Any]:
 
 def reinforcement(name: str, settings: Sequence[str]) -> Experiment:
     """Load a reinforcement learning experiment by name."""
-    experiment = load_experiment(name, settings)
+    experiment = load_experiment(name, *settings)
     assert isinstance(experiment, Experiment)
     return experiment
 

@@ -40,7 +40,7 @@ SMALL = (
 
 def small_run(*settings: str) -> Experiment:
     """Load the small experiment with further overrides."""
-    experiment = load_experiment("aime", [*SMALL, *settings])
+    experiment = load_experiment("aime", *SMALL, *settings)
     assert isinstance(experiment, Experiment)
     return experiment
 

@@ -56,9 +56,7 @@ def save_run_and_export(folder: Path) -> Path:
 def save_run(folder: Path, params: Any, *settings: str) -> None:
     """Save settings and checkpoints of a run after version 3; in version 2 all parameters are 0."""
     folder.mkdir(exist_ok=True)
-    write_config(
-        load_experiment("aime", ["name=drift", "seed=7", *settings]), folder / "config.json"
-    )
+    write_config(load_experiment("aime", "name=drift", "seed=7", *settings), folder / "config.json")
     store = CheckpointStore(folder / CHECKPOINTS, keep=2)
     for version in (2, 3):
         reported = jax.tree.map(lambda leaf, version=version: leaf * (version == 3), params)

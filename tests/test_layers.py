@@ -24,6 +24,7 @@ FLOORS = (
     ("config",),
     ("loop", "finetune"),
     ("run",),
+    ("api",),
     ("cli",),
     ("train", "evaluate", "plan", "report", "__main__"),
 )
@@ -40,7 +41,7 @@ ORDERS = {
     "run": (
         ("run.lease", "run.summary"),
         ("run.claim", "run.models", "run.stopping", "run.generation", "run.prompt_limits"),
-        ("run.plan",),
+        ("run.plan", "run.callbacks"),
         ("run.memory_checks", "run.frozen_models", "run.trainer", "run.grading"),
         ("run.plan_report", "run.checks"),
         ("run.make_plan", "run.recording"),

@@ -129,7 +129,7 @@ def named_experiment(command: Namespace) -> AnyExperiment:
             f"expected --exp=NAME, one of {', '.join(experiment_names())}, or --config=FILE; found "
             "neither; --help says more"
         )
-    return load_experiment(command.exp, command.overrides)
+    return load_experiment(command.exp, *command.overrides)
 
 
 def fail(message: str, status: int) -> int:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import datetime
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from areal_jax import __version__
-from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.checkpoint.folders import saved_versions
+from areal_jax.api.run_folders import RUNS_FOLDER, folder_to_resume, new_folder, resume_advice
+from areal_jax.api.training import plan_run, train_plan
 from areal_jax.cli.arguments import (
     answer,
     experiment_parser,
@@ -23,9 +19,9 @@ from areal_jax.cli.arguments import (
     fail_on_disk,
     has_experiment,
     named_experiment,
+    show,
 )
 from areal_jax.cli.settings_help import wrap_names
-from areal_jax.cluster.environment import prepare
 from areal_jax.cluster.signals import Interruption, Stopped, exit_status, interruptible
 from areal_jax.cluster.watchdog import Stalled
 from areal_jax.config.experiment import Experiment
@@ -39,15 +35,10 @@ from areal_jax.errors import (
     NotSaved,
     WorkerDied,
 )
-from areal_jax.metrics.config import METRICS
 from areal_jax.rl.presets import PRESETS
-from areal_jax.run.claim import Claim, claimed, writable
-from areal_jax.run.summary import shell_command
 
-RUNS_FOLDER = Path("runs")
-
-TRIAL = "trial"
-"""Folder of the trial steps of placement.rollout_share=auto, inside a run folder."""
+if TYPE_CHECKING:
+    from areal_jax.run.plan import Plan
 
 USAGE = f"""\
 usage: areal-train --exp=NAME [a.b=c ...] [options]
@@ -110,77 +101,45 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
     )
     if run_folder is not None:
         interruption.advice = partial(resume_advice, run_folder)
-    run_folder = run_folder or _new_folder(command, experiment.name)
-    # jax reads its flags when it is first imported: imports of jax come after this.
-    os.environ.update(experiment.launch.environment_variables(os.environ))
-    prepare(experiment.launch.resolve_placement(experiment.placement))
+    run_folder = run_folder or new_folder(command.run_folder, experiment.name)
     if not command.dry_run:
-        print(
-            f"areal_jax {__version__}: loading data and tokenizer of {experiment.name}", flush=True
-        )
-    from areal_jax.run.make_plan import make_plan
-    from areal_jax.run.memory_checks import find_shortage
-
-    plan = make_plan(experiment)
-    experiment = plan.experiment
-    for warning in plan.warnings:
-        print(f"areal_jax: warning: {warning}", file=sys.stderr)
+        show(f"areal_jax {__version__}: loading data and tokenizer of {experiment.name}")
+    plan = plan_run(experiment)
     if command.dry_run:
-        from areal_jax.run.grading import try_grading
-        from areal_jax.run.plan_report import plan_text
-
-        asyncio.run(try_grading(plan))
-        print(
-            "\n".join(
-                f"{setting.key}={setting.text()}" for setting in settings(experiment).values()
-            )
-        )
-        print(f"\n{plan_text(plan)}\n\nrun folder: {run_folder} (not written: --dry-run)")
+        _show_plan(plan, run_folder)
         return 0
-    if shortage := find_shortage(plan):
-        print(f"areal_jax: warning: {shortage}", file=sys.stderr)
-    from areal_jax.run.auto_split import balanced
-    from areal_jax.run.start import start
 
-    with _claimed(command, run_folder) as (run_folder, claim):
-        interruption.advice = partial(resume_advice, run_folder)
-        if experiment.placement.rollout_share == "auto":
-            plan = balanced(plan, run_folder / TRIAL)
-        start(plan, run_folder, resume=command.resume is not None, source=command.exp, claim=claim)
+    def advise(folder: Path) -> None:
+        interruption.advice = partial(resume_advice, folder)
+
+    train_plan(
+        plan,
+        run_folder,
+        is_named=command.run_folder is not None,
+        resume=command.resume is not None,
+        source=command.exp,
+        on_claim=advise,
+    )
     return 0
 
 
-@contextmanager
-def _claimed(command: argparse.Namespace, run_folder: Path) -> Iterator[tuple[Path, Claim]]:
-    """Make and claim the run folder; without a given name, it gets a unique one."""
-    with ExitStack() as stack:
-        with writable(run_folder, "--run-folder"):
-            if command.resume is None and command.run_folder is None:
-                run_folder = make_unique(run_folder)
-            claim = stack.enter_context(claimed(run_folder))
-        if command.resume is None:
-            _require_unused(run_folder)  # another run may have ended there since
-        yield run_folder, claim
+def _show_plan(plan: Plan, run_folder: Path) -> None:
+    """Try grading, and print settings and plan."""
+    from areal_jax.run.grading import try_grading
+    from areal_jax.run.plan_report import plan_text
+
+    asyncio.run(try_grading(plan))
+    listed = settings(plan.experiment).values()
+    show("\n".join(f"{setting.key}={setting.text()}" for setting in listed))
+    show(f"\n{plan_text(plan)}\n\nrun folder: {run_folder} (not written: --dry-run)")
 
 
-def make_unique(folder: Path) -> Path:
-    """Make a new folder: `folder`, or the first of `folder-2`, `folder-3`, ... that does not
-    exist."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        found = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        with suppress(FileExistsError):
-            found.mkdir()
-            return found
-    raise AssertionError("counted to the end")
-
-
-def resume_advice(run_folder: Path) -> str:
-    """The command that resumes a run which ended early, and the version that it resumes from."""
-    if not (versions := saved_versions(run_folder / CHECKPOINTS)):
-        return "no checkpoint was saved, so there is nothing to resume"
-    resume = shell_command("train", f"--resume={run_folder}")
-    return f"{resume} resumes from the checkpoint of version {versions[-1]}"
+def _resumed_folder(command: argparse.Namespace) -> Path:
+    """The run folder that --resume or --run-folder names, or the newest (of --exp)."""
+    # Loaded also where the folder is named: config.json may name classes that the experiment's file
+    # defines.
+    name = load_experiment(command.exp).name if command.exp else "*"
+    return folder_to_resume(Path(command.resume) if command.resume else command.run_folder, name)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -197,51 +156,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if command.resume and command.run_folder:
         raise ConfigError("--resume=DIR and --run-folder both name the run's folder; give one")
     return command
-
-
-def _new_folder(command: argparse.Namespace, name: str) -> Path:
-    folder = command.run_folder or RUNS_FOLDER / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if _has_begun(folder):
-        with (
-            suppress(OSError),
-            claimed(folder),
-        ):  # FolderInUse names a process that still runs there
-            pass
-    _require_unused(folder)
-    return folder
-
-
-def _require_unused(folder: Path) -> None:
-    if _has_begun(folder):
-        raise ConfigError(
-            f"{folder} already holds a run; resume it with --resume={folder}, or give another "
-            "--run-folder"
-        )
-
-
-def _resumed_folder(command: argparse.Namespace) -> Path:
-    """The run folder that --resume or --run-folder names, or the newest (of --exp)."""
-    # Loaded also where the folder is named: config.json may name classes that the experiment's file
-    # defines.
-    name = load_experiment(command.exp).name if command.exp else "*"
-    named = Path(command.resume) if command.resume else command.run_folder
-    begun = filter(_has_begun, RUNS_FOLDER.glob(f"{name}-*"))
-    runs = [named] if named else sorted(begun, key=lambda folder: folder.stat().st_mtime)
-    runs = [folder for folder in runs if (folder / CONFIG_FILE).is_file()]
-    if not runs:
-        raise ConfigError(
-            f"nothing to resume: expected the {CONFIG_FILE} of a run in "
-            f"{named or RUNS_FOLDER / f'{name}-*'}, found none; give --resume=DIR"
-        )
-    return runs[-1]
-
-
-def _has_begun(folder: Path) -> bool:
-    """Whether a folder has metrics or checkpoints; a failed start leaves its settings at most."""
-    metrics = folder / METRICS
-    return (metrics.is_file() and metrics.stat().st_size > 0) or bool(
-        saved_versions(folder / CHECKPOINTS)
-    )
 
 
 def _usage() -> str:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from areal_jax.errors import ConfigError
 from areal_jax.parallel.config import PlacementConfig
 
 COMPILED_BYTES = 2 * 2**30
@@ -20,22 +21,26 @@ def prepare(placement: PlacementConfig) -> None:
     """Set the environment of the process for a placement; call it before any import of jax.
 
     Raises:
-        RuntimeError: jax is imported already, without the flags that the placement needs.
+        ConfigError: jax is imported already, without the flags that the placement needs.
     """
-    if "jax" in sys.modules:
-        if missing := {
-            name: value
-            for name, value in _flags(placement, os.environ).items()
-            if os.environ.get(name) != value
-        }:
-            wanted = " ".join(f"{name}={value!r}" for name, value in missing.items())
-            raise RuntimeError(
-                "jax is already imported, and "
-                f"placement.simulated_devices={placement.simulated_devices} needs {wanted} "
-                "before that; start the process with it, or prepare before importing jax"
-            )
-        return
-    os.environ.update(environment(placement, os.environ))
+    is_imported = "jax" in sys.modules
+    set_variables((_flags if is_imported else environment)(placement, os.environ), "jax")
+
+
+def set_variables(variables: Mapping[str, str], library: str) -> None:
+    """Set environment variables that a library reads when it is imported.
+
+    Raises:
+        ConfigError: the library is imported already, and they have other values.
+    """
+    missing = {name: value for name, value in variables.items() if os.environ.get(name) != value}
+    if missing and library in sys.modules:
+        wanted = " ".join(f"{name}={value!r}" for name, value in missing.items())
+        raise ConfigError(
+            f"{library} is already imported, and the experiment needs {wanted} before that; start "
+            f"the process with these environment variables, or import {library} later"
+        )
+    os.environ.update(missing)
 
 
 def clear_simulated_devices() -> None:

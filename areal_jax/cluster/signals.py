@@ -23,8 +23,8 @@ END_S = 10.0
 class Interrupted(KeyboardInterrupt):
     """Raised in the main thread by a signal that asks the process to end."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+    def __init__(self, number: int, message: str = "") -> None:
+        super().__init__(message or signal.Signals(number).name)
         self.number = number
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import chz
 
 from areal_jax.bounds import NOT_NEGATIVE, POSITIVE
@@ -18,6 +20,8 @@ from areal_jax.rl.config import DPO, BradleyTerry, Preference, Reference
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.workflows.config import SingleTurn, WorkflowConfig
+
+AnySetup = TypeVar("AnySetup", bound="Setup")
 
 
 @chz.chz
@@ -72,6 +76,23 @@ class Setup:
     health: HealthConfig = chz.field(
         default_factory=HealthConfig, doc="health checks: a run that cannot learn"
     )
+
+    def replace(self: AnySetup, *overrides: str, **changes: Any) -> AnySetup:
+        """The experiment with other settings.
+
+        Args:
+            overrides: as on the command line: `"num_steps=10"`.
+            changes: Python values by dotted key: `**{"trainer.optimizer.learning_rate": 1e-5}`;
+                a record, such as `workflow=MultiTurn(max_turns=3)`, replaces the whole record.
+
+        Raises:
+            ConfigError: a setting is unknown, of another type or out of bounds, or settings
+                contradict each other.
+        """
+        # The module that resolves settings needs the classes of this one.
+        from areal_jax.config.load import replace_settings
+
+        return replace_settings(self, overrides, changes)  # type: ignore[arg-type, return-value] # one of AnyExperiment, and of the same class
 
 
 @chz.chz

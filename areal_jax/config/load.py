@@ -1,7 +1,7 @@
 """Find, read, override, check and write experiments.
 
 Example:
-    experiment = load_experiment("aime", ["rollout.max_staleness=8", "tasks=Files"])
+    experiment = load_experiment("aime", "rollout.max_staleness=8", "tasks=Files")
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 import chz
@@ -23,7 +24,9 @@ from areal_jax.config.overrides import (
     Settings,
     assign,
     build,
+    flattened,
     from_json,
+    from_object,
     from_text,
     parse_overrides,
     settings,
@@ -39,12 +42,15 @@ from areal_jax.trainer.config import Critic
 CONFIG_FILE = "config.json"
 """File of a run folder with the resolved settings."""
 
+_MODULE_PREFIX = "experiment "
+"""What the module names of experiments begin with, before the path."""
+
 _VERSION_KEY = "areal_jax.version"
 _CLASS_KEY = "areal_jax.experiment"
 _RUN_KEY = "areal_jax.run"
 
 
-def load_experiment(name_or_path: str, overrides: Sequence[str] = ()) -> AnyExperiment:
+def load_experiment(name_or_path: str, *overrides: str) -> AnyExperiment:
     """Load experiments/NAME.py, or the Python file at a path, with `a.b=c` overrides.
 
     Raises:
@@ -53,6 +59,27 @@ def load_experiment(name_or_path: str, overrides: Sequence[str] = ()) -> AnyExpe
     """
     experiment = _experiment_in(find_experiment(name_or_path))
     return _resolved(type(experiment), settings(experiment), overrides)
+
+
+def replace_settings(
+    experiment: AnyExperiment, overrides: Sequence[str], changes: Mapping[str, Any]
+) -> AnyExperiment:
+    """Change settings of an experiment, by overrides and by Python values under dotted keys.
+
+    Raises:
+        ConfigError: as `load_experiment`.
+    """
+    return _resolved(type(experiment), settings(experiment), overrides, changes)
+
+
+def source_of(experiment: AnyExperiment) -> str | None:
+    """File of the experiment that defines classes which the settings name; None where all are the
+    package's own.
+    """
+    for setting in settings(experiment).values():
+        if isinstance(setting.value, type) and setting.value.__module__.startswith(_MODULE_PREFIX):
+            return setting.value.__module__.removeprefix(_MODULE_PREFIX)
+    return None
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
@@ -185,7 +212,7 @@ def _experiments_folder() -> Path:
 
 
 def _experiment_in(path: Path) -> AnyExperiment:
-    module_name = f"experiment {path.resolve()}"
+    module_name = f"{_MODULE_PREFIX}{path.resolve()}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: expected a Python file")
@@ -209,13 +236,19 @@ def _experiment_in(path: Path) -> AnyExperiment:
     return experiment
 
 
-def _resolved(cls: type[AnyExperiment], flat: Settings, overrides: Sequence[str]) -> AnyExperiment:
+def _resolved(
+    cls: type[AnyExperiment],
+    flat: Settings,
+    overrides: Sequence[str],
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> AnyExperiment:
     given = parse_overrides(overrides)
-    if renamed := list(find_renamed(given)):
+    if renamed := list(find_renamed({**given, **changes})):
         raise ConfigError("\n".join(renamed))
     if name := given.pop("algorithm", None):
         flat = settings(_with_algorithm(build(cls, flat), name))
-    experiment = build(cls, assign(given, flat, from_text))
+    flat = assign(given, flat, from_text)
+    experiment = build(cls, assign(flattened(changes, flat), flat, from_object))
     if problems := list(contradictions(experiment)):
         raise ConfigError("\n".join(problems))
     return experiment

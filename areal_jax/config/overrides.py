@@ -155,7 +155,10 @@ def assign(given: Mapping[str, Any], to: Settings, read: Callable[[Any, Any], An
             alike = [name for name in named if name.lower() == wanted.lower()]
             if wanted not in named and len(alike) != 1:
                 raise ConfigError(_mismatch(changed[key], given[key]))
-            chosen = named[wanted if wanted in named else alike[0]]
+            # A class that is given itself may have the name of another, such as an earlier
+            # definition of a notebook cell.
+            is_class = isinstance(given[key], type) and given[key] in choices
+            chosen = given[key] if is_class else named[wanted if wanted in named else alike[0]]
             if chosen is not changed[key].value:
                 changed = {
                     other: setting
@@ -255,7 +258,31 @@ def from_text(text: str, kind: Any) -> Any:
     return value
 
 
-def from_json(value: JSON, kind: Any) -> Any:
+def flattened(changes: Mapping[str, Any], of: Settings) -> dict[str, Any]:
+    """Values by dotted key, with each record as its class, where it is a choice, and its settings."""
+    flat: dict[str, Any] = {}
+    for key, value in changes.items():
+        if chz.is_chz(value) and not isinstance(value, type):
+            flat |= {key: type(value)} if key in of else {}
+            flat |= {each.key: each.value for each in settings(value, key + ".").values()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def from_object(value: Any, kind: Any) -> Any:
+    """Read a Python value as `kind`: text as on the command line, numbers of numpy as numbers.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
+    if isinstance(value, str):
+        return from_text(value, kind)
+    is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
+    return from_json(value.item() if is_scalar else value, kind)
+
+
+def from_json(value: JSON | tuple[Any, ...], kind: Any) -> Any:
     """Read a JSON value as `kind`.
 
     Raises:

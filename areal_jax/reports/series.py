@@ -84,7 +84,7 @@ class MetricSeries:
                 if len(self.step_times) > MAX_POINTS:
                     del self.step_times[next(iter(self.step_times))]
 
-    def _append(self, name: str, version: int, value: float) -> None:
+    def _append(self, name: str, version: int, value: float | int) -> None:
         versions, found = self._columns.setdefault(name, (array("q"), array("d")))
         if not versions or version > versions[-1]:
             versions.append(version)

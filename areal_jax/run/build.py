@@ -32,6 +32,7 @@ from areal_jax.protocols import (
     Workflow,
 )
 from areal_jax.records import RolloutState, Sampling
+from areal_jax.run.callbacks import RunControl
 from areal_jax.run.checkpointing import Checkpointer, Checkpointing, CheckpointWriter
 from areal_jax.run.generation import start_agents, training_sampling, workflow_of
 from areal_jax.run.grading import (
@@ -79,10 +80,12 @@ class Run(Generic[AnyTrainer]):
     recording: Recording
     evaluation: PeriodicEvaluation
     checkpointing: Checkpointing
+    control: RunControl
     first_version: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.first_version = self.trainer.version
+        self.control.checkpoints(self.folder, call=False)
 
     @property
     def experiment(self) -> AnyExperiment:
@@ -127,11 +130,13 @@ class Run(Generic[AnyTrainer]):
         if self.decodes and isinstance(self.grader, TracedGrader):
             meters.update(self.grader.counters(), "rewards/")
         self.recording.record_step(version, meters)
+        self.control.checkpoints(self.folder)
         if self.recording.health.active and self.experiment.health.stop:
             self.stop.set()
 
     async def save(self, version: int, state: RolloutState) -> None:
         """As `Checkpointing.save`, in a thread."""
+        self.control.checkpoints(self.folder)  # before older ones are deleted
         await run_in_thread(partial(self.checkpointing.save, version, state), "checkpoint")
 
     @asynccontextmanager
@@ -184,6 +189,7 @@ class Run(Generic[AnyTrainer]):
             NotSaved: the last version has no checkpoint.
             NotLearning: as `require_learning`.
             Stopped: a signal ended the run early.
+            Exception: the error of a callback.
         """
         version = self.trainer.version
         failures = await self.evaluation.join(cancel=self.stop.is_set())
@@ -196,6 +202,7 @@ class Run(Generic[AnyTrainer]):
         try:
             # Results first: an evaluation can be repeated.
             await asyncio.to_thread(self.checkpointing.write_results, version)
+            self.control.checkpoints(self.folder)
             is_evaluated = bool(await self.stop.unless_set(evaluate()))
         finally:
             self.recording.report()
@@ -208,7 +215,11 @@ class Run(Generic[AnyTrainer]):
             if isinstance(failure, OSError):
                 raise failure
         self.checkpointing.require_saved(version)
+        if self.control.error is not None:
+            raise self.control.error
         self.require_learning()
+        if self.control.stopped_by:
+            return
         num_steps = self.experiment.num_steps
         if self.stop.is_set() and version < num_steps:
             raise Stopped(self.stop.number, f"after {version} of {num_steps} steps")
@@ -247,6 +258,7 @@ async def build_run(
     *,
     resume: bool,
     make_trainer: Callable[[TrainingPlan, Params, Params | None], AnyVersions],
+    control: RunControl | None = None,
 ) -> AsyncIterator[Run[AnyVersions]]:
     """Build a run in this process, with engines and reward workers started, and close it at the end
     of the block."""
@@ -301,6 +313,7 @@ async def build_run(
             grader=service,
             recording=recording,
             restored=restored,
+            control=control or RunControl(),
         )
 
 
@@ -316,14 +329,18 @@ async def make_run(
     grader: CountedGrader,
     recording: Recording,
     restored: Columns | None,
+    control: RunControl,
 ) -> Run[AnyTrainer]:
     """Put a run together from started components, here or on a cluster.
 
     Args:
         restored: what the checkpoint holds beside the trainer's state.
+        control: the caller's callbacks and stop requests.
     """
     experiment = plan.experiment
     stop = stack.enter_context(stopping_on_signals())
+    stack.enter_context(control.stopping(stop))
+    recording.control = control
     agents = await start_agents(stack, experiment, plan.tokenizer)
     traced = TracedGrader(grader, recording.trace)
     state = None if restored is None else decode(restored)[0]
@@ -355,4 +372,5 @@ async def make_run(
         recording=recording,
         evaluation=evaluation,
         checkpointing=Checkpointing(folder=folder, writer=writer, recording=recording),
+        control=control,
     )

@@ -25,6 +25,7 @@ from areal_jax.errors import ConfigError, NotStarted, WorkerDied
 from areal_jax.protocols import Grader
 from areal_jax.records import RewardResult, Task
 from areal_jax.run.build import Run, make_run
+from areal_jax.run.callbacks import RunControl
 from areal_jax.run.claim import Claim
 from areal_jax.run.grading import kinds_of_tasks, probe_rewards, task_sets
 from areal_jax.run.plan import Plan
@@ -52,6 +53,7 @@ async def train_on_cluster(
     resume: bool,
     source: str | None,
     claim: Claim | None = None,
+    control: RunControl | None = None,
 ) -> None:
     """Train; where a trainer host dies, resume from the last checkpoint, launch.attempts times.
 
@@ -59,6 +61,7 @@ async def train_on_cluster(
         train: trains a run; once for each attempt.
         source: name or file of the experiment.
         claim: on the folder; it keeps trainer hosts of an earlier attempt from writing.
+        control: the caller's callbacks and stop requests.
 
     Raises:
         WorkerDied: more trainer hosts died than launch.attempts.
@@ -70,7 +73,13 @@ async def train_on_cluster(
         for left in range(launch.attempts, -1, -1):
             try:
                 async with build_cluster_run(
-                    plan, folder, cluster, resume=resume, source=source, claim=claim
+                    plan,
+                    folder,
+                    cluster,
+                    resume=resume,
+                    source=source,
+                    claim=claim,
+                    control=control,
                 ) as run:
                     await run.trainer.run_while_alive(train(run))
                 return
@@ -198,6 +207,7 @@ async def build_cluster_run(
     resume: bool,
     source: str | None,
     claim: Claim | None = None,
+    control: RunControl | None = None,
 ) -> AsyncIterator[Run[Trainers]]:
     """Build a run whose components are processes of a Ray cluster, and end them at the end of the
     block.
@@ -205,6 +215,7 @@ async def build_cluster_run(
     Args:
         source: name or file of the experiment.
         claim: on the folder.
+        control: the caller's callbacks and stop requests.
 
     Raises:
         WorkerDied: a trainer host died, here or in the block.
@@ -253,6 +264,7 @@ async def build_cluster_run(
             grader=pool.graders,
             recording=recording,
             restored=restored,
+            control=control or RunControl(),
         )
 
 

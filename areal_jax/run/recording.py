@@ -25,6 +25,7 @@ from areal_jax.metrics.trace import Trace
 from areal_jax.metrics.trackers import TrackedRun, start_trackers
 from areal_jax.records import Group
 from areal_jax.reports.report import ReportWriter
+from areal_jax.run.callbacks import RunControl
 from areal_jax.run.checks import require_consistency
 from areal_jax.run.plan import Plan
 from areal_jax.run.plan_report import headline
@@ -50,6 +51,8 @@ class Recording:
     """Lane and name of every trainer step or checkpoint that is running."""
     num_spans: int = 0
     """Spans started so far, on any lane."""
+    control: RunControl = field(default_factory=RunControl)
+    """The caller's callbacks."""
 
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
@@ -77,6 +80,7 @@ class Recording:
         self.progress.update(version + 1, row)
         for line in self.health.changes(before, version):
             self.say(line)
+        self.control.step({"version": version, **row})
 
     def record_evaluation(self, version: int, metrics: Mapping[str, float], line: str) -> None:
         """Write and show the metrics of an evaluation of `version`."""
@@ -84,6 +88,7 @@ class Recording:
         self.report_writer.notify()
         self.progress.evaluated(version, metrics)
         self.say(line)
+        self.control.evaluation({"version": version, **metrics})
 
     def record_samples(
         self, version: int, groups: Sequence[Group], stale: Sequence[Sequence[Any]]

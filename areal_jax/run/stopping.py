@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -40,8 +41,14 @@ class StopRequest(asyncio.Event):
 
 @contextmanager
 def stopping_on_signals() -> Iterator[StopRequest]:
-    """Set an event on the first Ctrl-C or SIGTERM; the second one acts as it would without this."""
-    stop, loop, restore = StopRequest(), asyncio.get_running_loop(), save_handlers()
+    """Set an event on the first Ctrl-C or SIGTERM; the second one acts as it would without this.
+    Only the main thread receives signals: elsewhere the event is set by others.
+    """
+    stop, loop = StopRequest(), asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    restore = save_handlers()
 
     def remove_handlers() -> None:
         for number in SIGNALS:

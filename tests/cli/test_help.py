@@ -116,7 +116,7 @@ def test_every_alias_names_a_setting() -> None:
 )
 def test_names_of_other_trainers_suggest_ours(override: str, suggested: str) -> None:
     with pytest.raises(ConfigError, match=f"did you mean {suggested}\\?"):
-        load_experiment("aime", [override])
+        load_experiment("aime", override)
 
 
 @pytest.mark.parametrize(

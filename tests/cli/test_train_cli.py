@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_jax.api.run_folders import make_unique, resume_advice
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.cli.train import main, make_unique, resume_advice
+from areal_jax.cli.train import main
 from areal_jax.config.load import experiment_names, find_experiment, load_experiment, write_config
 from areal_jax.config.overrides import settings
 from areal_jax.data.policy_files import EMBEDDED
@@ -192,7 +193,7 @@ def test_a_bug_in_an_experiment_is_named_with_its_file_and_keeps_its_trace(
 def started(folder: Path, *overrides: str) -> None:
     """A run of which one row was written."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_config(load_experiment("aime", overrides), folder / "config.json")
+    write_config(load_experiment("aime", *overrides), folder / "config.json")
     (folder / "metrics.jsonl").write_text('{"version":0}\n')
 
 

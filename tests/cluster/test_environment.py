@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from areal_jax.cluster.environment import environment, prepare
+from areal_jax.errors import ConfigError
 from areal_jax.parallel.config import PlacementConfig
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,9 +66,7 @@ def test_compilation_cache_is_in_the_user_cache_by_default() -> None:
 def test_prepare_refuses_when_jax_was_imported_with_other_flags() -> None:
     assert jax.__name__ in sys.modules
     before = dict(os.environ)
-    with pytest.raises(
-        RuntimeError, match=r"jax is already imported.*simulated_devices=3.*XLA_FLAGS"
-    ):
+    with pytest.raises(ConfigError, match=r"jax is already imported.*XLA_FLAGS=.*device_count=3"):
         prepare(PlacementConfig(simulated_devices=3))
     prepare(PlacementConfig(simulated_devices=8))  # as conftest set it
     assert dict(os.environ) == before

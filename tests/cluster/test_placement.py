@@ -21,7 +21,7 @@ from areal_jax.parallel.config import PlacementConfig
 
 def test_ray_launch_plans_all_trainer_devices_and_one_engine() -> None:
     experiment = load_experiment(
-        "aime", ["launch=ray", "launch.trainer_hosts=2", "launch.trainer_devices=4"]
+        "aime", "launch=ray", "launch.trainer_hosts=2", "launch.trainer_devices=4"
     )
     assert isinstance(experiment.launch, Ray)
     planned = experiment.launch.resolve_placement(PlacementConfig(train_tensor=2))
@@ -47,12 +47,12 @@ def test_device_counts_have_one_setting(setting: str, reported: str) -> None:
     with pytest.raises(
         ConfigError, match=f"{re.escape(setting)} has no effect under launch=Ray.*{reported}"
     ):
-        load_experiment("aime", ["launch=ray", setting])
+        load_experiment("aime", "launch=ray", setting)
 
 
 def test_fine_tuning_refuses_a_cluster() -> None:
     with pytest.raises(ConfigError, match="launch=Ray is for reinforcement learning"):
-        load_experiment("sft", ["launch=ray"])
+        load_experiment("sft", "launch=ray")
 
 
 def test_own_cluster_requires_a_token_and_others_keep_theirs() -> None:
@@ -106,7 +106,7 @@ def test_worker_death_at_start_ends_the_run_with_one_line(
     own.write_text(
         "import os, sys\nfrom areal_jax.config.load import load_experiment\nif "
         "sys.argv[0].endswith('default_worker.py'): os._exit(3)\nexperiment = "
-        "load_experiment('aime', ['launch=ray', 'launch.attempts=0'])\n"
+        "load_experiment('aime', 'launch=ray', 'launch.attempts=0')\n"
     )
     run.mkdir()
     write_config(load_experiment(str(own)), run / "config.json")

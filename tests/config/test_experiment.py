@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import chz
+import numpy as np
 import pytest
 
 import areal_jax
@@ -35,6 +36,7 @@ from areal_jax.rl.presets import PRESETS
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.serve.config import ServeConfig
 from areal_jax.trainer.config import Critic, OptimizerConfig
+from areal_jax.workflows.config import MultiTurn
 
 SHIPPED = experiment_names()
 
@@ -85,7 +87,7 @@ class SamplingMode:
 
 def refusal(*overrides: str, of: str = "aime") -> str:
     with pytest.raises(ConfigError) as raised:
-        load_experiment(of, overrides)
+        load_experiment(of, *overrides)
     return str(raised.value)
 
 
@@ -115,7 +117,7 @@ def test_config_json_keeps_overrides_and_accepts_more(tmp_path: Path) -> None:
         "rollout.max_staleness=none",
         "description=two words",
     ]
-    path = written(load_experiment("aime", overrides), tmp_path)
+    path = written(load_experiment("aime", *overrides), tmp_path)
     again = read_config(path, ["trainer.loss.clip_eps=0.1"])
     assert isinstance(again, Experiment)
     assert again.tasks == Files(path="a,b.jsonl")
@@ -126,7 +128,7 @@ def test_config_json_keeps_overrides_and_accepts_more(tmp_path: Path) -> None:
 
 def test_config_json_is_flat_and_readable(tmp_path: Path) -> None:
     content = json.loads(
-        written(load_experiment("aime", ["rollout.max_staleness=7"]), tmp_path).read_text()
+        written(load_experiment("aime", "rollout.max_staleness=7"), tmp_path).read_text()
     )
     assert content["areal_jax.version"] == areal_jax.__version__
     assert content["areal_jax.experiment"] == "Experiment"
@@ -158,30 +160,31 @@ def test_config_json_is_flat_and_readable(tmp_path: Path) -> None:
 )
 def test_an_override_is_read_as_its_settings_type(override: str, value: object) -> None:
     key = override.partition("=")[0]
-    assert settings(load_experiment("aime", [override]))[key].value == value
+    assert settings(load_experiment("aime", override))[key].value == value
 
 
 def test_the_last_override_of_a_key_wins() -> None:
-    assert load_experiment("aime", ["seed=2", "seed=3"]).seed == 3
+    assert load_experiment("aime", "seed=2", "seed=3").seed == 3
 
 
 def test_chosen_class_has_its_own_defaults_in_any_order() -> None:
     capped = load_experiment(
         "aime",
-        ["trainer.loss.importance_weighting=Masked", "trainer.loss.importance_weighting.cap=5"],
+        "trainer.loss.importance_weighting=Masked",
+        "trainer.loss.importance_weighting.cap=5",
     )
     assert capped.trainer.loss == DecoupledPPO(importance_weighting=Masked(cap=5))
     for overrides in (
         ["trainer.loss=PPO", "trainer.loss.clip_eps=0.3"],
         ["trainer.loss.clip_eps=0.3", "trainer.loss=PPO"],
     ):
-        assert load_experiment("aime", overrides).trainer.loss == PPO(clip_eps=0.3)
+        assert load_experiment("aime", *overrides).trainer.loss == PPO(clip_eps=0.3)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_algorithm_sets_only_the_settings_of_its_preset(name: str) -> None:
     plain, preset = settings(load_experiment("aime")), PRESETS[name]
-    experiment = load_experiment("gsm8k", [f"algorithm={name}"])
+    experiment = load_experiment("gsm8k", f"algorithm={name}")
     assert isinstance(experiment, Experiment)
     trainer = experiment.trainer
     assert (
@@ -193,7 +196,7 @@ def test_algorithm_sets_only_the_settings_of_its_preset(name: str) -> None:
     ) == (*(preset.loss, preset.loss_mean, preset.advantages, preset.shaping, preset.reference),)
     changed = {
         key
-        for key, setting in settings(load_experiment("aime", [f"algorithm={name}"])).items()
+        for key, setting in settings(load_experiment("aime", f"algorithm={name}")).items()
         if plain.get(key) != setting
     }
     rooms = tuple(f"trainer.{name}" for name in ("loss", "advantages", "shaping", "reference"))
@@ -205,7 +208,7 @@ def test_reference_has_a_kl_penalty_with_a_gradient(
     tmp_path: Path,
 ) -> None:
     experiment = load_experiment(
-        "aime", ["trainer.reference.kl=KLInReward", "trainer.reference.kl.coefficient=0.01"]
+        "aime", "trainer.reference.kl=KLInReward", "trainer.reference.kl.coefficient=0.01"
     )
     assert experiment.trainer.reference == Reference(
         path="initial", kl=KLInReward(coefficient=0.01, estimator="k1")
@@ -215,31 +218,31 @@ def test_reference_has_a_kl_penalty_with_a_gradient(
     with pytest.raises(
         ConfigError, match=r"trainer\.reference\.kl\.estimator=k1: expected one of k2, k3"
     ):
-        load_experiment("aime", ["trainer.reference.kl.estimator=k1"])
+        load_experiment("aime", "trainer.reference.kl.estimator=k1")
     # The coefficient belongs to the reference.
     with pytest.raises(ConfigError, match=r"unknown setting trainer\.kl"):
-        load_experiment("aime", ["trainer.kl=0.1"])
+        load_experiment("aime", "trainer.kl=0.1")
     with pytest.raises(ConfigError, match="expected 0 or more"):
-        load_experiment("aime", ["trainer.reference.kl.coefficient=-1"])
+        load_experiment("aime", "trainer.reference.kl.coefficient=-1")
     assert (
-        load_experiment("aime", ["algorithm=grpo", "trainer.reference=none"]).trainer.reference
+        load_experiment("aime", "algorithm=grpo", "trainer.reference=none").trainer.reference
         is None
     )
     with pytest.raises(ConfigError, match=r"trainer\.reference\.offload=true has no effect"):
-        load_experiment("aime", ["policy.lora.rank=2", "trainer.reference.offload=true"])
+        load_experiment("aime", "policy.lora.rank=2", "trainer.reference.offload=true")
     with pytest.raises(ConfigError, match="has no effect in fine-tuning"):
-        load_experiment("tiny_sft", ["trainer.reference.path=initial"])
+        load_experiment("tiny_sft", "trainer.reference.path=initial")
 
 
 def test_teacher_needs_a_path_and_no_reward_signal() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.teacher\.path is required"):
-        load_experiment("aime", ["trainer.teacher.weight=2"])
+        load_experiment("aime", "trainer.teacher.weight=2")
     lone = ["rollout.samples_per_group=1", "trainer.teacher.path=embedded"]
-    assert load_experiment("aime", lone).trainer.teacher == Teacher(path="embedded")
+    assert load_experiment("aime", *lone).trainer.teacher == Teacher(path="embedded")
 
 
 def test_overrides_win_over_a_preset(tmp_path: Path) -> None:
-    experiment = load_experiment("aime", ["trainer.loss.clip_eps_high=0.3", "algorithm=dapo"])
+    experiment = load_experiment("aime", "trainer.loss.clip_eps_high=0.3", "algorithm=dapo")
     assert isinstance(experiment, Experiment)
     assert experiment.trainer.loss == DecoupledPPO(clip_eps_high=0.3)
     assert (experiment.rollout.success_rate_above, experiment.rollout.success_rate_below) == (
@@ -253,7 +256,9 @@ def test_overrides_win_over_a_preset(tmp_path: Path) -> None:
 def test_critic_needs_gae() -> None:
     ppo = load_experiment(
         "aime",
-        ["algorithm=ppo", "trainer.critic.warmup_steps=5", "trainer.critic.optimizer.beta1=0.5"],
+        "algorithm=ppo",
+        "trainer.critic.warmup_steps=5",
+        "trainer.critic.optimizer.beta1=0.5",
     )
     assert isinstance(ppo, Experiment)
     assert isinstance(ppo.trainer.advantages, GAE)
@@ -268,25 +273,21 @@ def test_critic_needs_gae() -> None:
 
 
 def test_unknown_algorithm_error_lists_known_ones() -> None:
-    assert load_experiment("aime", ["algorithm=GRPO"]) == load_experiment(
-        "aime", ["algorithm=grpo"]
-    )
+    assert load_experiment("aime", "algorithm=GRPO") == load_experiment("aime", "algorithm=grpo")
     with pytest.raises(ConfigError, match=r"expected an algorithm of areal, grpo.*, found 'grppo'"):
-        load_experiment("aime", ["algorithm=grppo"])
+        load_experiment("aime", "algorithm=grppo")
     with pytest.raises(
         ConfigError, match="needs reinforcement learning, and tiny_sft is fine-tuning"
     ):
-        load_experiment("tiny_sft", ["algorithm=grpo"])
+        load_experiment("tiny_sft", "algorithm=grpo")
     with pytest.raises(
         ConfigError, match=r"rollout\.success_rate_above=0\.5 and rollout\.success_rate_below=0\.5"
     ):
-        load_experiment(
-            "aime", ["rollout.success_rate_above=0.5", "rollout.success_rate_below=0.5"]
-        )
+        load_experiment("aime", "rollout.success_rate_above=0.5", "rollout.success_rate_below=0.5")
     with pytest.raises(
         ConfigError, match=r"tasks\.success_rate_above=0\.9 and tasks\.success_rate_below=0\.2"
     ):
-        load_experiment("gsm8k", ["tasks.success_rate_above=0.9", "tasks.success_rate_below=0.2"])
+        load_experiment("gsm8k", "tasks.success_rate_above=0.9", "tasks.success_rate_below=0.2")
 
 
 def test_a_choice_inside_a_choice_may_be_given_in_any_order() -> None:
@@ -299,9 +300,9 @@ def test_a_choice_inside_a_choice_may_be_given_in_any_order() -> None:
 def test_optional_record_is_created_by_a_setting_inside(tmp_path: Path) -> None:
     assert load_experiment("aime").policy.lora is None
     for overrides in (["policy.lora=LoRA", "policy.lora.rank=4"], ["policy.lora.rank=4"]):
-        experiment = load_experiment("aime", overrides)
+        experiment = load_experiment("aime", *overrides)
         assert experiment.policy.lora == LoRA(rank=4)
-    assert load_experiment("aime", ["policy.lora=LoRA"]).policy.lora == LoRA()
+    assert load_experiment("aime", "policy.lora=LoRA").policy.lora == LoRA()
     path = written(experiment, tmp_path)
     assert json.loads(path.read_text())["policy.lora"] == "LoRA"
     assert read_config(path) == experiment
@@ -311,7 +312,7 @@ def test_optional_record_is_created_by_a_setting_inside(tmp_path: Path) -> None:
 
 def test_choosing_the_same_class_keeps_its_settings() -> None:
     assert isinstance(
-        loaded := load_experiment("aime", ["eval_tasks=Synthetic", "eval_tasks.seed=7"]), Experiment
+        loaded := load_experiment("aime", "eval_tasks=Synthetic", "eval_tasks.seed=7"), Experiment
     )
     assert isinstance(before := load_experiment("aime"), Experiment)
     assert isinstance(before.eval_tasks, Synthetic)
@@ -505,7 +506,7 @@ def test_all_violations_are_reported_at_once() -> None:
 
 def test_one_sample_per_group_is_valid_with_batch_advantages() -> None:
     experiment = load_experiment(
-        "aime", ["rollout.samples_per_group=1", "trainer.advantages=BatchNormalized"]
+        "aime", "rollout.samples_per_group=1", "trainer.advantages=BatchNormalized"
     )
     assert isinstance(experiment, Experiment)
     assert experiment.trainer.advantages == BatchNormalized()
@@ -562,7 +563,7 @@ def test_config_of_release_0_1_is_refused_with_its_release(tmp_path: Path) -> No
 def test_experiment_can_be_any_file(tmp_path: Path) -> None:
     path = tmp_path / "small.py"
     path.write_text(SMALL)
-    assert load_experiment(str(path), ["seed=9"]) == Experiment(name="small", num_steps=3, seed=9)
+    assert load_experiment(str(path), "seed=9") == Experiment(name="small", num_steps=3, seed=9)
 
 
 def test_experiment_file_can_define_task_classes(tmp_path: Path) -> None:
@@ -573,7 +574,7 @@ def test_experiment_file_can_define_task_classes(tmp_path: Path) -> None:
         "Riddles(TaskSource):\n    'My own.'\n    depth: int = chz.field(default=1, doc='how "
         "deep')\nexperiment = Experiment(name='mine', num_steps=1, tasks=Riddles())\n"
     )
-    experiment = load_experiment(str(path), ["tasks.depth=4"])
+    experiment = load_experiment(str(path), "tasks.depth=4")
     assert isinstance(experiment, Experiment)
     assert settings(experiment)["tasks.depth"].value == 4
     assert read_config(written(experiment, tmp_path)) == experiment
@@ -690,3 +691,35 @@ def test_public_loss_initializes_no_device() -> None:
         "from areal_jax import decoupled_ppo_loss\nfrom jax._src import xla_bridge\nassert "
         "callable(decoupled_ppo_loss) and not xla_bridge.backends_are_initialized()"
     )
+
+
+def test_replace_takes_overrides_values_and_records() -> None:
+    aime = load_experiment("aime")
+    changed = aime.replace(
+        "num_steps=7",
+        seed=4,
+        workflow=MultiTurn(max_turns=3),
+        **{"trainer.optimizer.learning_rate": np.float64(1e-5), "trainer.loss": "PPO"},
+    )
+    assert (changed.num_steps, changed.seed) == (7, 4)
+    assert changed.workflow == MultiTurn(max_turns=3)
+    assert changed.trainer.optimizer == chz.replace(aime.trainer.optimizer, learning_rate=1e-5)
+    assert changed.trainer.loss == PPO()
+    assert changed.rollout == aime.rollout
+    assert aime.replace(**{"policy.lora": LoRA(rank=4)}).policy.lora == LoRA(rank=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sed": 3}, "unknown setting sed; did you mean seed"),
+        ({"seed": 1.5}, "seed=1.5: expected int, found 1.5"),
+        ({"num_steps": -1}, "num_steps=-1: expected 0 or more"),
+        ({"trainer.loss": "PPPO"}, "trainer.loss=PPPO: expected one of"),
+        ({"rollout.samples_per_group": 1}, "samples_per_group"),
+    ],
+)
+def test_replace_refuses_as_overrides_do(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_experiment("aime").replace(**changes)
+    assert message in str(refused.value)

@@ -42,7 +42,7 @@ MUCH_TO_LEARN = (
 
 
 def plan(*overrides: str) -> Plan:
-    return make_plan(load_experiment("aime", list(overrides)))
+    return make_plan(load_experiment("aime", *overrides))
 
 
 def test_device_seconds_are_those_of_full_slots() -> None:
@@ -77,7 +77,7 @@ def test_infeasible_split_falls_back_to_the_next_best() -> None:
         best_split(
             replace(
                 plan(*SMALL),
-                experiment=load_experiment("aime", [*SMALL, "placement.rollout_tensor=16"]),
+                experiment=load_experiment("aime", *SMALL, "placement.rollout_tensor=16"),
             ),
             5.0,
             3.0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import threading
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 from run_laws import broken_laws
+from tiny_runs import write_tiny_policy
 
 from areal_jax import loop
 from areal_jax.checkpoint.config import CHECKPOINTS, CheckpointConfig
@@ -34,7 +34,6 @@ from areal_jax.config.experiment import Experiment, PreferenceExperiment, SFTExp
 from areal_jax.config.load import CONFIG_FILE, write_config
 from areal_jax.data.config import Files, HeldOut, Synthetic
 from areal_jax.data.pipeline import TaskStream
-from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.engine_loop import EngineLoop
@@ -89,21 +88,7 @@ async def grade_by_parity(task: Task, answer: str) -> RewardResult:
 @pytest.fixture
 def tiny_policy(tmp_path: Path) -> Path:
     """Make a Hugging Face folder with a small policy of random weights, for fast steps."""
-    folder = tmp_path / "tiny"
-    shutil.copytree(
-        EMBEDDED, folder, ignore=shutil.ignore_patterns("model.safetensors", "README.md")
-    )
-    small = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-    }
-    config = json.loads((folder / "config.json").read_text()) | small
-    config.pop("head_dim", None)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return write_tiny_policy(tmp_path / "tiny")
 
 
 def experiment(

@@ -64,7 +64,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(policy: Path, *overrides: str) -> Plan:
     # Eight devices, as conftest has it: two train, six decode.
     return make_plan(
-        load_experiment("aime", [f"policy.path={policy}", "placement.train_fsdp=1", *overrides])
+        load_experiment("aime", f"policy.path={policy}", "placement.train_fsdp=1", *overrides)
     )
 
 
@@ -219,7 +219,7 @@ def test_plan_lists_its_contents(policy: Path) -> None:
 def test_supervised_fine_tuning_is_planned_from_its_examples(policy: Path) -> None:
     found = make_plan(
         load_experiment(
-            "tiny_sft", [f"policy.path={policy}", "examples.num_tasks=50", "examples_per_batch=4"]
+            "tiny_sft", f"policy.path={policy}", "examples.num_tasks=50", "examples_per_batch=4"
         )
     )
     assert "50 examples from Synthetic problems" in plan_text(found)
@@ -229,31 +229,29 @@ def test_supervised_fine_tuning_is_planned_from_its_examples(policy: Path) -> No
 
 
 def test_all_devices_train_if_nothing_is_decoded(policy: Path) -> None:
-    found = make_plan(load_experiment("sft", [f"policy.path={policy}", "examples.num_tasks=50"]))
+    found = make_plan(load_experiment("sft", f"policy.path={policy}", "examples.num_tasks=50"))
     text = plan_text(found)
     assert found.devices == "8 cpu" and "fsdp 8" in text and "rollout" not in text
     assert found.rollout_bytes() == {}
     assert "loss and perplexity every 50 steps of 512 examples from those held out" in text
     assert len(found.eval_examples.examples) == 512
     shared = make_plan(
-        load_experiment("sft", [f"policy.path={policy}", "placement.rollout_share=0.5"])
+        load_experiment("sft", f"policy.path={policy}", "placement.rollout_share=0.5")
     )
     assert shared.train_mesh.size == found.train_mesh.size
-    fewer = make_plan(
-        load_experiment("sft", [f"policy.path={policy}", "placement.train_devices=2"])
-    )
+    fewer = make_plan(load_experiment("sft", f"policy.path={policy}", "placement.train_devices=2"))
     assert fewer.devices == "2 cpu"
     decoding = make_plan(
-        load_experiment("sft", [f"policy.path={policy}", "evaluation.every_steps=5", *SHORT])
+        load_experiment("sft", f"policy.path={policy}", "evaluation.every_steps=5", *SHORT)
     )
     assert decoding.devices == "2 + 6 cpu"
     with pytest.raises(ConfigError, match="of 8 devices, found 9 to train and -1 to decode"):
-        make_plan(load_experiment("sft", [f"policy.path={policy}", "placement.train_devices=9"]))
+        make_plan(load_experiment("sft", f"policy.path={policy}", "placement.train_devices=9"))
 
 
 def test_preference_training_is_planned_from_its_pairs(policy: Path) -> None:
     few = [f"policy.path={policy}", "examples.num_tasks=50", "eval_examples.max_examples=8"]
-    found = make_plan(load_experiment("dpo", [*few, "trainer.row_tokens=0"]))
+    found = make_plan(load_experiment("dpo", *few, "trainer.row_tokens=0"))
     text = plan_text(found)
     assert "50 pairs from Synthetic problems" in text and "updates of 32 pairs" in text
     assert "loss and accuracy every 50 steps of 8 pairs from those held out" in text
@@ -261,10 +259,10 @@ def test_preference_training_is_planned_from_its_pairs(policy: Path) -> None:
     assert found.row_tokens == 2 * found.engine.max_tokens
     assert "reference     the weights that training starts from" in text
     assert found.train_bytes()["reference"] > 0
-    scoring = make_plan(load_experiment("reward_model", few))
+    scoring = make_plan(load_experiment("reward_model", *few))
     assert "read out as SequenceClassification" in plan_text(scoring) and not scoring.frozen_models
     with pytest.raises(ConfigError, match=r"scalar head.*leave out policy\.lora"):
-        make_plan(load_experiment("reward_model", [*few, "policy.lora.rank=4"]))
+        make_plan(load_experiment("reward_model", *few, "policy.lora.rank=4"))
 
 
 def test_reward_model_continues_as_one_and_is_not_a_policy(policy: Path, tmp_path: Path) -> None:
@@ -274,20 +272,20 @@ def test_reward_model_continues_as_one_and_is_not_a_policy(policy: Path, tmp_pat
     )
     few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
     assert (
-        make_plan(load_experiment("reward_model", few)).policy.config.readout
+        make_plan(load_experiment("reward_model", *few)).policy.config.readout
         == "SequenceClassification"
     )
     with pytest.raises(
         ConfigError, match="is read out as SequenceClassification; expected CausalLM"
     ):
-        make_plan(load_experiment("dpo", few))
+        make_plan(load_experiment("dpo", *few))
 
 
 def test_a_new_reward_model_has_the_padding_token_of_its_tokenizer(policy: Path) -> None:
     few = [f"policy.path={policy}", "examples.num_tasks=50", "heldout_every_steps=0"]
-    plan = make_plan(load_experiment("reward_model", few))
+    plan = make_plan(load_experiment("reward_model", *few))
     assert plan.policy.config.pad_token_id == plan.tokenizer.pad_token_id is not None
-    assert make_plan(load_experiment("dpo", few)).policy.config.pad_token_id is None
+    assert make_plan(load_experiment("dpo", *few)).policy.config.pad_token_id is None
 
 
 def test_new_reward_model_never_pads_with_its_last_token(policy: Path, tmp_path: Path) -> None:
@@ -297,7 +295,7 @@ def test_new_reward_model_never_pads_with_its_last_token(policy: Path, tmp_path:
         json.dumps(settings | {"pad_token": settings["eos_token"]})
     )
     few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
-    plan = make_plan(load_experiment("reward_model", few))
+    plan = make_plan(load_experiment("reward_model", *few))
     pad = plan.policy.config.pad_token_id
     assert pad is not None and pad not in plan.tokenizer.stop_token_ids
     # What transformers scores: of a padded text the last token that is not padding.
@@ -325,7 +323,7 @@ def test_a_reward_model_that_pads_with_its_last_token_is_refused(
             f"is {eos}"
         ),
     ):
-        make_plan(load_experiment("reward_model", few))
+        make_plan(load_experiment("reward_model", *few))
 
 
 def test_an_adapter_inside_the_policys_folder_is_refused_by_name(
@@ -335,7 +333,7 @@ def test_an_adapter_inside_the_policys_folder_is_refused_by_name(
     (tmp_path / "adapter_config.json").write_text("{}")
     few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
     with pytest.raises(ConfigError, match=r"holds adapter_config\.json: .* set policy\.adapter="):
-        make_plan(load_experiment("dpo", few))
+        make_plan(load_experiment("dpo", *few))
 
 
 @pytest.mark.parametrize(
@@ -363,15 +361,15 @@ def test_ignored_config_keys_are_skipped(policy: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"frobnicate=2 is not a known key.*policy\.ignore_config_keys=frobnicate"
     ):
-        make_plan(load_experiment("dpo", few))
-    plan = make_plan(load_experiment("dpo", [*few, "policy.ignore_config_keys=frobnicate"]))
+        make_plan(load_experiment("dpo", *few))
+    plan = make_plan(load_experiment("dpo", *few, "policy.ignore_config_keys=frobnicate"))
     assert plan.policy.config.ignored_keys == ("frobnicate",)
     assert "ignoring frobnicate" in plan_text(plan)
 
 
 def test_no_examples_are_held_out_without_evaluation(policy: Path) -> None:
     off = [f"policy.path={policy}", "heldout_every_steps=0"]
-    found = make_plan(load_experiment("sft", off))
+    found = make_plan(load_experiment("sft", *off))
     assert len(found.eval_examples.examples) == 0
     assert "evaluation    none" in plan_text(found)
 
@@ -424,7 +422,7 @@ def test_cluster_plan_has_given_devices_and_needs_ray(
         "launch.trainer_devices=2",
     ]
     experiment = load_experiment(
-        "aime", [*asked, "launch.engine_devices=2", "launch.rollout_engines=30"]
+        "aime", *asked, "launch.engine_devices=2", "launch.rollout_engines=30"
     )
     found = make_plan(experiment)
     # Of 30 engines, which are alike, one is planned; each has all the slots.

@@ -52,7 +52,7 @@ def test_settings_text_restores_classes_of_an_experiment_file(
         "tasks=Mine(num_tasks=7))\n",
         encoding="utf-8",
     )
-    experiment = load_experiment(str(own), ["launch=ray", "seed=5"])
+    experiment = load_experiment(str(own), "launch=ray", "seed=5")
     again = read_settings(written_settings(experiment), str(own))
     assert written_settings(again) == written_settings(experiment)
     assert (
@@ -117,7 +117,7 @@ def test_engine_host_reports_every_token_once(
         ),
         *("engine.max_prompt_tokens=16", "engine.steps_per_dispatch=2", "policy.random_init=true"),
     )
-    experiment = load_experiment("aime", settings)
+    experiment = load_experiment("aime", *settings)
     reports: list[tuple[str, Any]] = []
 
     def hear(topic: str, what: Any) -> None:

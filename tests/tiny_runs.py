@@ -1,0 +1,61 @@
+"""Runs small enough to take a step in milliseconds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from areal_jax.config.experiment import Experiment
+from areal_jax.data.config import Synthetic
+from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.engine.config import EngineConfig
+from areal_jax.evaluation.config import EvaluationConfig
+from areal_jax.metrics.config import MetricsConfig
+from areal_jax.models.config import PolicyConfig
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.rollout.config import RolloutConfig
+from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+
+
+def write_tiny_policy(folder: Path) -> Path:
+    """A Hugging Face folder with a tiny policy; its weights are sampled afresh."""
+    shutil.copytree(
+        EMBEDDED, folder, ignore=shutil.ignore_patterns("model.safetensors", "README.md")
+    )
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    config = json.loads((folder / "config.json").read_text()) | small
+    config.pop("head_dim", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def tiny_experiment(policy: Path, *, num_steps: int = 2) -> Experiment:
+    """An experiment with a tiny policy, on two of the devices that tests see."""
+    return Experiment(
+        name="tiny",
+        seed=3,
+        num_steps=num_steps,
+        policy=PolicyConfig(path=str(policy), random_init=True),
+        tasks=Synthetic(num_tasks=1000),
+        placement=PlacementConfig(train_devices=1, rollout_devices=1),
+        rollout=RolloutConfig(
+            groups_per_batch=2, samples_per_group=4, max_running_groups=4, batch_timeout_s=120.0
+        ),
+        engine=EngineConfig(
+            num_slots=8, max_prompt_tokens=80, max_new_tokens=8, steps_per_dispatch=4
+        ),
+        trainer=TrainerConfig(
+            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0),
+            num_mini_batches=1,
+            rows_per_micro_batch=2,
+        ),
+        evaluation=EvaluationConfig(every_steps=0),
+        metrics=MetricsConfig(tensorboard=False, trace=False, progress=False),
+    )
