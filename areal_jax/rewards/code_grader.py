@@ -92,7 +92,7 @@ class CodeGrader:
         """Where tests run, which are no policy's: one for all of them."""
 
     def grade_answer(self, tests: CodeTests, text: str) -> RewardResult:
-        """Grader one answer; `infrastructure` where a sandbox failed that should not have."""
+        """Grade one answer; `infrastructure` if the sandbox itself failed."""
         program = extract_program(text, tests.prompt if isinstance(tests, Asserts) else "")
         if program is None:
             return RewardResult("no_answer")

@@ -355,7 +355,7 @@ def serve(wire: Wire, defined: dict) -> None:
             reply = {"value": encode(OPERATIONS[frame["operation"]](*arguments), keep)}
             after = [encode(each, keep) for each in arguments]
             wire.send({**reply, "changed": after if after != before else None})
-        except Exception as error:
+        except Exception as error:  # of the untrusted program; the tests receive it
             wire.send({"error": type(error).__name__, "text": str(error)[:300]})
 
 
@@ -443,8 +443,7 @@ class Asking:
             failure = ProgramFailed("the program ended")
         except ProgramFailed as error:
             failure = error
-        except Exception as error:
-            # Whatever cannot be made sense of.
+        except Exception as error:  # of an untrusted reply; it counts as the program's failure
             failure = ProgramFailed(f"{type(error).__name__}: {error}"[:300])
         self.failures.append(failure)
         raise failure
@@ -487,7 +486,7 @@ def test(job: dict, wire: Wire) -> int:
             exec(compile(job["setup"], SETUP, "exec"), tests)
             tests.update(names)
             exec(compile(job["tests"], TESTS, "exec"), tests)
-    except BaseException as error:
+    except BaseException as error:  # of untrusted tests and program; the exit code is the grade
         print(f"{type(error).__name__}: {error}"[:300], file=sys.stderr)
         if error in asking.failures:
             return CRASHED

@@ -525,7 +525,7 @@ def _expression(latex: str) -> Any:
         return None
     try:
         expression = _reader()(is_real=not should_treat_as_complex(text)).parse(text)
-    except Exception:
+    except Exception:  # untrusted text; an unreadable answer counts in rewards/grade/wrong
         return None
     imaginary = [symbol for symbol in getattr(expression, "free_symbols", ()) if symbol.name == "i"]
     return (

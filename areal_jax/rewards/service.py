@@ -1,64 +1,45 @@
-"""The reward service: grading processes with a deadline for each answer, killed with all their
-children when it passes.
-
-What a policy calls tools for is done there too: it is as little to be trusted."""
+"""The reward service: grades answers in processes that are killed at a deadline, and executes tool
+calls there, because both come from the policy and are untrusted.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import socket
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-
-import chz
-import psutil
 
 from areal_jax.errors import ConfigError
 from areal_jax.records import ResultKind, RewardResult, Task, ToolResult
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.rewards.failures import FailureLog
-from areal_jax.rewards.processes import ending, has_ended, kill_tree, lower_priority
+from areal_jax.rewards.grading_processes import (
+    GRACE_S,
+    CannotStart,
+    ForkServer,
+    GradingProcess,
+    Unprepared,
+)
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 60.0
-"""Starting Python or importing computer algebra takes a second; a busy machine may take many."""
-
-START_ATTEMPTS = 3
 ATTEMPTS = 2
-"""An answer on which a process died is graded once more on a fresh one: the process may have died
-of something else."""
-
-ANSWERS_PER_PROCESS = 1000
-"""After so many answers a process is replaced, whatever it has kept of them."""
+"""Number of processes on which an answer is graded before it counts as `crashed`: the first may
+have died of something else."""
 
 ASIDE_PER_WORKER = 8
-"""Answers set aside at a time, for each of `rewards.num_workers`."""
-
-GRACE_S = 0.5
-"""What broke off gets so long to end by itself, so that it is known how it ended."""
-
-KILL_TIMEOUT_S = 10.0
-
-MAX_LINE_BYTES = 16 << 20
-"""No answer of a grading process may be longer."""
+"""Largest number of slow answers set aside, for each of `rewards.num_workers`."""
 
 KINDS = ("math", "code", "countdown")
-"""Of tasks for which there are graders."""
+"""Kinds of tasks that have a verifier."""
 
 
 def failure_counts(num_failed: int | float, num_calls: int | float) -> dict[str, float]:
-    """Metrics of reward calls: how many there were, and how many failed."""
+    """Return the metrics of reward calls: their number, and how many failed."""
     return {
         "calls": float(num_calls),
         "failed": float(num_failed),
@@ -66,273 +47,16 @@ def failure_counts(num_failed: int | float, num_calls: int | float) -> dict[str,
     }
 
 
-class CannotStart(RuntimeError):
-    """No grading process could be started: the machine's fault, not the answer's."""
-
-
-class Unprepared(Exception):
-    """The grading process would first have to import computer algebra."""
-
-
-class Nursery:
-    """The process that grading processes are forked from: what they need is loaded once, and
-    starting one takes a moment.
-
-    One request at a time, each with its answer. It is started when it is needed, and again after it
-    died."""
-
-    def __init__(
-        self, config: RewardConfig, kinds: Collection[str], tools: ToolsConfig | None
-    ) -> None:
-        self._settings = json.dumps(
-            {**chz.asdict(config), "kinds": list(kinds), "tools": tools and chz.asdict(tools)}
-        )
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._lines: asyncio.StreamReader | None = None
-        self._requests: asyncio.StreamWriter | None = None
-        self._asking = asyncio.Lock()
-        self._closed = False
-        self.num_forks = 0
-
-    async def fork(self) -> tuple[int, socket.socket]:
-        """A new grading process: its id, and the socket to talk to it by. CannotStart after some
-        attempts, ConfigError where the settings are at fault."""
-        failure = ""
-        for attempt in range(START_ATTEMPTS):
-            ours, theirs = socket.socketpair()
-            try:
-                with theirs:
-                    pid = (await self._ask({"do": "fork"}, theirs))["pid"]
-                self.num_forks += 1
-                return pid, ours
-            except (OSError, TimeoutError, EOFError) as error:
-                ours.close()
-                failure = f"{type(error).__name__}: {error} ({await self.kill(GRACE_S)})"
-                logger.warning(
-                    "attempt %d of %d to start a grading process failed: %s",
-                    attempt + 1,
-                    START_ATTEMPTS,
-                    failure,
-                )
-            except BaseException:
-                ours.close()
-                raise
-        raise CannotStart(
-            f"no grading process could be started in {START_ATTEMPTS} attempts: {failure}"
-        )
-
-    async def prepare(self) -> str:
-        """Import computer algebra for all that is forked from now on; why it failed, empty where it
-        did not."""
-        try:
-            return (await self._ask({"do": "prepare"})).get("error", "")
-        except (OSError, TimeoutError, EOFError) as error:
-            return (
-                f"importing computer algebra: {type(error).__name__}: {error} "
-                f"({await self.kill(GRACE_S)})"
-            )
-
-    async def reap(self, pid: int) -> int | None:
-        """The exit code of a forked process that has ended; None while it has not."""
-        return (await self._ask({"do": "reap", "pid": pid}))["returncode"]
-
-    async def _ask(
-        self, request: dict[str, Any], file: socket.socket | None = None
-    ) -> dict[str, Any]:
-        # Cancelled, it goes on to the answer, lest the next request take that for its own.
-        return await asyncio.shield(
-            asyncio.ensure_future(self._asked(request, file and file.dup()))
-        )
-
-    async def _asked(self, request: dict[str, Any], file: socket.socket | None) -> dict[str, Any]:
-        try:
-            async with self._asking:
-                if self._process is None:
-                    await self._spawn()
-                assert self._control is not None
-                socket.send_fds(
-                    self._control,
-                    [json.dumps(request).encode() + b"\n"],
-                    [file.fileno()] if file else [],
-                )
-                return await self._reply()
-        finally:
-            if file is not None:
-                file.close()
-
-    async def _spawn(self) -> None:
-        if self._closed:
-            raise RuntimeError("the reward service is closed")
-        ours, theirs = socket.socketpair()
-        package_folder = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, (package_folder, os.environ.get("PYTHONPATH"))))
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    (
-                        sys.executable,
-                        "-m",
-                        "areal_jax.rewards.worker",
-                        str(os.getpid()),
-                        self._settings,
-                    ),
-                    stdin=theirs.fileno(),
-                    env={**os.environ, "PYTHONPATH": path},
-                    start_new_session=True,
-                )
-                self._lines, self._requests = await asyncio.open_connection(sock=ours)
-                self._control = ours
-            except BaseException:
-                ours.close()
-                raise
-        reply = await self._reply()
-        if "error" in reply:
-            await self.kill()
-            raise ConfigError(reply["error"])
-
-    async def _reply(self) -> dict[str, Any]:
-        assert self._lines is not None
-        return await read_line(self._lines, START_TIMEOUT_S)
-
-    async def kill(self, grace_s: float = 0.0) -> str:
-        """Kill the process with all its descendants, if it does not end by itself within grace_s;
-        how it ended, in words."""
-        process, requests = self._process, self._requests
-        self._process = self._lines = self._requests = self._control = None
-        if requests is not None:
-            requests.close()
-        if process is None:
-            return "it never ran"
-        found = psutil.Process(process.pid)
-        try:
-            await _until(lambda: has_ended(found), grace_s)
-        finally:
-            kill_tree(found)
-        if not await _until(lambda: process.poll() is not None, KILL_TIMEOUT_S):
-            logger.error(
-                "process %d has not ended %g s after it was killed", process.pid, KILL_TIMEOUT_S
-            )
-            return "it does not end"
-        return ending(process.returncode)
-
-    async def close(self) -> None:
-        """Kill the process for good."""
-        self._closed = True
-        await self.kill()
-
-
-class Worker:
-    """One grading process, forked when it is needed and again after it was killed."""
-
-    def __init__(self, nursery: Nursery) -> None:
-        self._nursery = nursery
-        self._process: psutil.Process | None = None
-        # One socket pair per process. This side puts a request and takes its answer before the next
-        # one; it ends when either side closes it, which a dying process does.
-        self._lines: asyncio.StreamReader | None = None
-        self._requests: asyncio.StreamWriter | None = None
-        self._number = 0
-
-    async def start(self) -> None:
-        """Fork the process where none runs. CannotStart, or ConfigError where the settings are at
-        fault."""
-        if self._process is None:
-            pid, ours = await self._nursery.fork()
-            # Distinguishes this process from a later one with the same id.
-            self._process, self._number = psutil.Process(pid), 0
-            self._lines, self._requests = await asyncio.open_connection(
-                sock=ours, limit=MAX_LINE_BYTES
-            )
-
-    async def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Grader one answer, or use a tool. TimeoutError when it takes too long, EOFError when the
-        process dies, Unprepared when it lacks computer algebra; the process must then be killed."""
-        assert self._requests is not None and self._lines is not None
-        self._number += 1
-        async with asyncio.timeout(timeout_s):
-            self._requests.write(json.dumps({"number": self._number, **request}).encode() + b"\n")
-            with suppress(ConnectionError):
-                # If the process died reading, the end of its lines says so.
-                await self._requests.drain()
-            reply = await read_line(self._lines, timeout_s)
-        if reply["number"] != self._number:
-            raise EOFError(
-                f"the grading process answered request {reply['number']} instead of {self._number}"
-            )
-        if "unprepared" in reply:
-            raise Unprepared
-        return reply
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None
-
-    @property
-    def is_worn(self) -> bool:
-        """Whether it has graded so much that a fresh process is the safer one."""
-        return self._number >= ANSWERS_PER_PROCESS
-
-    def give_way(self) -> None:
-        """Lower the priority of the process, for good."""
-        if self._process is not None:
-            lower_priority(self._process)
-
-    async def kill(self, grace_s: float = 0.0) -> str:
-        """Kill the process with all its descendants, if it does not end by itself within grace_s;
-        how it ended, in words."""
-        process, requests = self._process, self._requests
-        self._process = self._lines = self._requests = None
-        if requests is not None:
-            requests.close()
-        if process is None:
-            return "it never ran"
-        try:
-            await _until(lambda: has_ended(process), grace_s)
-        finally:
-            kill_tree(process)
-        try:
-            async with asyncio.timeout(KILL_TIMEOUT_S):
-                while (code := await self._nursery.reap(process.pid)) is None:
-                    await asyncio.sleep(0.005)
-        except (OSError, TimeoutError, EOFError, RuntimeError) as error:
-            logger.warning(
-                "grading process %d was killed, and nothing is known of its end: %s",
-                process.pid,
-                error,
-            )
-            return "nobody knows how"
-        return ending(code)
-
-
-async def read_line(lines: asyncio.StreamReader, timeout_s: float) -> dict[str, Any]:
-    """The next line as JSON. TimeoutError, or EOFError at the end of lines."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            line = await lines.readline()
-    except ConnectionError as error:
-        raise EOFError(f"the grading process broke off ({error})") from error
-    if not line:
-        raise EOFError("the grading process ended")
-    return json.loads(line)
-
-
-async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until the condition holds; whether it does."""
-    clock = asyncio.get_running_loop().time
-    deadline_s = clock() + timeout_s
-    while not (holds := condition()) and clock() < deadline_s:
-        await asyncio.sleep(0.005)
-    return holds
-
-
 class RewardService:
-    """Grader answers in `num_workers` processes: `async with RewardService(config) as grader: await
-    grader(task, text)`.
+    """Grades answers in `num_workers` processes.
 
-    Every answer gets a grade. That of a call that failed says so: what hangs is `timeout`, what
-    raises or kills its process twice is `crashed`, and where no process can be started it is
-    `infrastructure`.
+        async with RewardService(config) as grader:
+            result = await grader(task, text)
+
+    Every answer gets a result. A failed call has the kind `timeout` if it hangs, `crashed` if it
+    raises or kills its process twice, and `infrastructure` if no process can be started.
+
+    It has more than 200 lines because places, processes and slow answers share one state.
     """
 
     def __init__(
@@ -345,86 +69,103 @@ class RewardService:
     ) -> None:
         """
         Args:
-            kinds: of the tasks that will be graded; those of KINDS are known, a function of one's
-            own graders any.
-            tools: what can be used besides.
-            logs_failures: false where whoever asks logs them.
-        ConfigError where there is no grader for these.
+            config: Settings.
+            kinds: Kinds of the tasks that will be graded. A user's function grades any.
+            tools: Tools that can be called.
+            logs_failures: Whether failed calls are logged here.
+
+        Raises:
+            ConfigError: A kind has no verifier.
         """
         if config.function is None and (unknown := set(kinds) - set(KINDS)):
             raise ConfigError(
                 f"no grader for tasks of kind {', '.join(sorted(unknown))}; set "
-                "rewards.function to one of yours"
+                "rewards.function to a function of yours"
             )
         self.config, self.tools, self._kinds = config, tools, kinds
         self.grades = Counter[ResultKind]()
         self.num_failed = 0
-        """Calls that failed."""
+        """Number of failed calls."""
         self._failures = FailureLog() if logs_failures else None
         self.tool_results = Counter[str]()
-        """By tool and outcome, TOOL/OUTCOME."""
+        """Number of tool calls by tool and outcome, TOOL/OUTCOME."""
         self._num_open = 0
         self.graded_s = 0.0
-        """Time that answers spent being graded, waiting for a place not included."""
+        """Time of grading, without waits for a place."""
         self.num_set_aside = 0
-        """Answers that made way for others because they took long."""
-        self._nursery = Nursery(config, kinds, tools)
-        # Idle workers; the last one put is the first taken, so that few
-        # processes stay warm.
-        self._idle = list[Worker]()
-        # A place for each answer being graded, given in order of asking. An answer that takes long
-        # gives its place up for one of those aside. Where all are taken answers wait, at most for
-        # the deadlines of those before them.
+        """Number of slow answers that were set aside."""
+        self._server = ForkServer(config, kinds, tools)
+        # Idle processes, last in first out, so that few processes stay warm.
+        self._idle = list[GradingProcess]()
+        # Places of answers in progress, first come first served. A slow answer exchanges its place
+        # for one of those aside. If all are taken, answers wait, at most for the deadlines of those
+        # before them.
         self._places = asyncio.Semaphore(config.num_workers)
         self._places_aside = asyncio.Semaphore(ASIDE_PER_WORKER * config.num_workers)
 
     async def start(self) -> None:
-        """Start processes now rather than when they are needed. CannotStart where that fails,
-        ConfigError where the settings are at fault: a function, form, tool or sandbox that cannot
-        be had."""
+        """Start the processes now, instead of at their first use.
+
+        Raises:
+            CannotStart: No process could be started.
+            ConfigError: A function, form, tool or sandbox of the settings does not work.
+        """
         starting, self._idle = self._idle, []
-        starting += [Worker(self._nursery) for _ in range(self.config.num_workers - len(starting))]
+        starting += [
+            GradingProcess(self._server) for _ in range(self.config.num_workers - len(starting))
+        ]
         try:
-            for worker in starting:
-                await worker.start()
+            for process in starting:
+                await process.start()
         finally:
             self._idle += starting
 
     async def __call__(self, task: Task, answer: str) -> RewardResult:
-        """Grader one answer, and count how it went; cancelling the call kills the process that
-        graders it."""
-        grade = await self.grade(task, answer)
-        self.grades[grade.kind] += 1
-        self.num_failed += grade.failed
-        if grade.failed and self._failures is not None:
-            self._failures.add(task.id, grade)
-        return grade
+        """Grade one answer and count the result. Cancelling the call kills its process."""
+        result = await self.grade(task, answer)
+        self.grades[result.kind] += 1
+        self.num_failed += result.failed
+        if result.failed and self._failures is not None:
+            self._failures.add(task.id, result)
+        return result
 
     async def grade(self, task: Task, answer: str) -> RewardResult:
-        """The same, without a trace in counts and log."""
+        """Grade one answer without counting or logging it.
+
+        Raises:
+            ValueError: The task's kind has no verifier.
+        """
         if task.kind not in self._kinds and self.config.function is None:
             raise ValueError(
-                f"task {task.id}: no grader for tasks of kind {task.kind!r}, this service graders "
-                f"{', '.join(self._kinds)}; set rewards.function to one of yours"
+                f"task {task.id}: no grader for tasks of kind {task.kind!r}, this service grades "
+                f"{', '.join(self._kinds)}; set rewards.function to a function of yours"
             )
-        # Programs have limits of their own, and so much to do that more of them at a time would
-        # only make all late.
-        makes_way = task.kind != "code" or self.config.function is not None
-        timeout_s = self.config.timeout_s if makes_way else self.config.sandbox.total_timeout_s
-        found = await self._done({"task": asdict(task), "text": answer}, timeout_s, makes_way)
-        # What did not come from the process itself says that it gave no grade.
+        # Programs have their own limits, and use so much CPU that running more of them at a time
+        # would delay all.
+        can_be_set_aside = task.kind != "code" or self.config.function is not None
+        timeout_s = self.config.timeout_s
+        if not can_be_set_aside:
+            timeout_s = self.config.sandbox.total_timeout_s
+        request = {"task": asdict(task), "text": answer}
+        found = await self._execute(request, timeout_s, can_be_set_aside)
+        # A result without `failed` is not from the process: the call failed.
         score, failed, trace = found.get("score"), found.get("failed", True), found.get("trace", "")
         return RewardResult(found["kind"], found["detail"], score, failed, trace)
 
     async def use(self, tool: str, argument: str) -> ToolResult:
-        """Use a tool; cancelling the call kills the process that does. What hangs or kills its
-        process is reported to the policy."""
+        """Execute a tool call. Cancelling it kills its process.
+
+        A call that hangs or kills its process has a result that tells the policy so.
+
+        Raises:
+            ValueError: The service does not have the tool.
+        """
         if self.tools is None or tool not in self.tools.names:
             raise ValueError(
                 f"no tool {tool!r}; this service has "
                 f"{', '.join(self.tools.names) if self.tools else 'none'}"
             )
-        found = await self._done(
+        found = await self._execute(
             {"tool": tool, "text": argument}, self.tools.timeout_s, tool != "python"
         )
         result = ToolResult(
@@ -433,99 +174,103 @@ class RewardService:
         self.tool_results[f"{tool}/{result.kind}"] += 1
         return result
 
-    async def _done(
-        self, request: Mapping[str, Any], timeout_s: float, makes_way: bool
+    async def _execute(
+        self, request: Mapping[str, Any], timeout_s: float, can_be_set_aside: bool
     ) -> dict[str, Any]:
-        """What a process answers a request, or why there is no answer: {"kind", "detail"}."""
+        """Return a process's reply to a request, or why there is none: {"kind", "detail"}."""
         self._num_open += 1
         try:
-            return await self._placed(request, timeout_s, makes_way)
+            return await self._execute_in_place(request, timeout_s, can_be_set_aside)
         finally:
             self._num_open -= 1
 
-    async def _placed(
-        self, request: Mapping[str, Any], timeout_s: float, makes_way: bool
+    async def _execute_in_place(
+        self, request: Mapping[str, Any], timeout_s: float, can_be_set_aside: bool
     ) -> dict[str, Any]:
         await self._places.acquire()
-        paused = [self._places]
-        worker = self._idle.pop() if self._idle else Worker(self._nursery)
+        # The semaphore that this answer holds: a list, which `_set_aside_if_slow` changes.
+        held = [self._places]
+        process = self._idle.pop() if self._idle else GradingProcess(self._server)
         clock = asyncio.get_running_loop().time
-        began_s = clock()
+        start_s = clock()
         try:
-            found = await self._asked(worker, paused, request, timeout_s, makes_way)
+            found = await self._call(process, held, request, timeout_s, can_be_set_aside)
             if (
-                worker.is_worn
-                or paused != [self._places]
+                process.is_worn
+                or held != [self._places]
                 or len(self._idle) >= self.config.num_workers
             ):
-                await worker.kill()
+                await process.kill()
         finally:
-            self.graded_s += clock() - began_s
-            if worker.is_running:
-                self._idle.append(worker)
-            paused[0].release()
+            self.graded_s += clock() - start_s
+            if process.is_running:
+                self._idle.append(process)
+            held[0].release()
         return found
 
     @asynccontextmanager
-    async def _making_way(
-        self, worker: Worker, paused: list[asyncio.Semaphore]
+    async def _set_aside_if_slow(
+        self, process: GradingProcess, held: list[asyncio.Semaphore]
     ) -> AsyncIterator[None]:
-        """Set what is done inside aside when it takes long: its process goes on with what others
-        leave of the processors."""
+        """Set the answer of the block aside after `rewards.patience_s`: its process continues at a
+        lower priority, and its place is free for another answer."""
 
-        async def make_way() -> None:
+        async def set_aside() -> None:
             await asyncio.sleep(self.config.patience_s)
             await self._places_aside.acquire()
-            worker.give_way()
+            process.lower_priority()
             self.num_set_aside += 1
-            paused[0].release()
-            paused[0] = self._places_aside
+            held[0].release()
+            held[0] = self._places_aside
 
-        making_way = asyncio.create_task(make_way()) if paused == [self._places] else None
+        waiting = asyncio.create_task(set_aside()) if held == [self._places] else None
         try:
             yield
         finally:
-            if making_way is not None:
-                making_way.cancel()
+            if waiting is not None:
+                waiting.cancel()
 
-    async def _asked(
+    async def _call(
         self,
-        worker: Worker,
-        paused: list[asyncio.Semaphore],
+        process: GradingProcess,
+        held: list[asyncio.Semaphore],
         request: Mapping[str, Any],
         timeout_s: float,
-        makes_way: bool,
+        can_be_set_aside: bool,
     ) -> dict[str, Any]:
         deaths = list[str]()
         while len(deaths) < ATTEMPTS:
-            try:
-                await worker.start()
-                async with self._making_way(worker, paused) if makes_way else nullcontext():
-                    return await worker.ask(request, timeout_s)
-            except Unprepared:
-                await worker.kill()
-                failure = await self._nursery.prepare()
-                if failure:
-                    return {"kind": "infrastructure", "detail": failure}
-            except CannotStart as error:
-                await worker.kill()
-                return {"kind": "infrastructure", "detail": str(error)}
-            except TimeoutError:
-                await worker.kill()
-                late = f"no result within {timeout_s:g} s"
-                if "task" in request:
-                    setting = (
-                        "rewards.timeout_s" if makes_way else "rewards.sandbox.total_timeout_s"
-                    )
-                    late = f"no grade within {setting}={timeout_s:g} s"
-                return {"kind": "timeout", "detail": late}
-            except EOFError as error:
-                deaths.append(f"{error} ({await worker.kill(GRACE_S)})")
-            except BaseException:
-                await worker.kill()
-                raise
+            # Whatever ends the call early, also a cancellation, leaves a process without a use.
+            async with AsyncExitStack() as undo:
+                undo.push_async_callback(process.kill)
+                try:
+                    await process.start()
+                    if can_be_set_aside:
+                        watch = self._set_aside_if_slow(process, held)
+                    else:
+                        watch = nullcontext()
+                    async with watch:
+                        reply = await process.ask(request, timeout_s)
+                    undo.pop_all()
+                    return reply
+                except Unprepared:
+                    await process.kill()
+                    if failure := await self._server.prepare():
+                        return {"kind": "infrastructure", "detail": failure}
+                except CannotStart as error:
+                    return {"kind": "infrastructure", "detail": str(error)}
+                except TimeoutError:
+                    late = f"no result within {timeout_s:g} s"
+                    if "task" in request:
+                        setting = "rewards.sandbox.total_timeout_s"
+                        if can_be_set_aside:
+                            setting = "rewards.timeout_s"
+                        late = f"no grade within {setting}={timeout_s:g} s"
+                    return {"kind": "timeout", "detail": late}
+                except EOFError as error:
+                    deaths.append(f"{error} ({await process.kill(GRACE_S)})")
         what = (
-            f"using {request['tool']}"
+            f"calling {request['tool']}"
             if "tool" in request
             else f"grading an answer to task {request['task']['id']}"
         )
@@ -533,30 +278,30 @@ class RewardService:
         return {"kind": "crashed", "detail": deaths[-1]}
 
     def progress(self) -> int:
-        """How many answers were graded and tools used so far."""
+        """Return the number of graded answers and tool calls so far."""
         return self.grades.total() + self.tool_results.total()
 
     def describe_wait(self) -> str:
-        """What is being done, in words."""
-        return f"{self._num_open} answers are graded"
+        """Describe the calls in progress."""
+        return f"{self._num_open} answers are being graded"
 
     def counters(self) -> dict[str, float]:
-        """Counts and seconds since the service began."""
+        """Return counts and seconds since the start of the service."""
         return {
             **failure_counts(self.num_failed, self.grades.total()),
             **{f"grade/{kind}": float(number) for kind, number in sorted(self.grades.items())},
             **{f"tool/{name}": float(number) for name, number in sorted(self.tool_results.items())},
             "graded_s": self.graded_s,
             "set_aside": float(self.num_set_aside),
-            "worker_starts": float(self._nursery.num_forks),
+            "worker_starts": float(self._server.num_forks),
         }
 
     async def close(self) -> None:
-        """Kill all processes; answers still being graded raise."""
+        """Kill all processes; calls in progress raise."""
         idle, self._idle = self._idle, []
-        for worker in idle:
-            await worker.kill()
-        await self._nursery.close()
+        for process in idle:
+            await process.kill()
+        await self._server.close()
         if self._failures is not None:
             self._failures.close()
 

@@ -1,15 +1,15 @@
-"""The process that grading processes are forked from, and those: `python -m
-areal_jax.rewards.worker PARENT_PID SETTINGS`.
+"""The fork server and the grading processes: `python -m areal_jax.rewards.worker PARENT_PID
+SETTINGS`.
 
-`rewards.service` starts it, talks to it over a socket on its standard input, and kills it. One JSON
-object a line. In: {"do": "fork"} with a socket for the new process, {"do": "prepare"}, {"do":
-"reap", "pid"}. Out: {"status": "ready"} when it can fork, or {"error"} when it never will; then
-{"pid"}, {} or {"error"}, {"returncode"}.
+`rewards.grading_processes` starts the fork server, sends requests over a socket on its standard
+input, and kills it. Messages are JSON objects, one per line. Requests: {"do": "fork"} with a socket
+for the new process, {"do": "prepare"}, {"do": "reap", "pid"}. Replies: {"status": "ready"} when it
+can fork, or {"error"} if it never can; then {"pid"}, {} or {"error"}, {"returncode"}.
 
-A grading process over its socket. In: {"number", "task", "text"}. Out: {"number", "kind", "detail",
-"score", "failed", "trace"} or {"number", "unprepared"}: it needs computer algebra, which takes a
-second to import; `prepare` does so once, for all that is forked later. Or in: {"number", "tool",
-"text"}, to use a tool. Out: {"number", "kind", "text"}.
+Requests to a grading process: {"number", "task", "text"}. Replies: {"number", "kind", "detail",
+"score", "failed", "trace"}, or {"number", "unprepared"}: it needs computer algebra, which takes a
+second to import; `prepare` imports it once, for all later forks. A tool call: {"number", "tool",
+"text"}; reply {"number", "kind", "text"}.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ from areal_jax.rewards.functions import graded, load_function, traceback_of
 from areal_jax.rewards.math_answers import compare_plainly, compare_symbolically, extract_answer
 
 MEMORY_BYTES = 4 << 30
-"""Address space of the process: an answer that wants more is `crashed`, not the end of the
-machine."""
+"""Largest address space of a process, in bytes: an answer that needs more is `crashed`."""
 
 PATIENCE = 0.9
-"""Share of the time for an answer after which a program has taken too long."""
+"""Share of an answer's time limit after which a program is stopped."""
 
 MAX_DETAIL_CHARS = 300
 
 
 class Finding(NamedTuple):
-    """A grade. The record of it lies in a module that takes long to load."""
+    """A grade. `RewardResult` is in a module that takes long to import."""
 
     kind: str
     detail: str = ""
@@ -69,7 +68,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     control = socket.socket(fileno=os.dup(0))
-    _keep_to_oneself()
+    _redirect_standard_streams()
     try:
         grader = (
             _custom_grader(settings["function"], settings["scale"])
@@ -110,8 +109,8 @@ def main() -> None:
                 pid = os.fork()
                 if pid == 0:
                     control.close()
-                    # A group to be killed as one, but no session: priorities count among processes
-                    # of one session.
+                    # A process group, so that it is killed as one. No session, because priorities
+                    # are relative to the processes of a session.
                     os.setpgrp()
                     _end_with(nursery_pid)
                     return _serve(socket.socket(fileno=files[0]), grader, tools, settings)
@@ -133,8 +132,8 @@ def _say(to: socket.socket, message: dict[str, object]) -> None:
 
 
 def _end_with(parent_pid: int) -> None:
-    """Be killed when the parent dies, even in the middle of a computation, and take orphaned
-    descendants as children, so that who kills this process finds them."""
+    """Let the kernel kill this process when its parent dies, and adopt orphaned descendants, so that
+    whoever kills this process finds them."""
     if sys.platform == "linux":
         import ctypes
 
@@ -143,11 +142,11 @@ def _end_with(parent_pid: int) -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent_pid:
-        sys.exit(f"the process {parent_pid} that asked for grading is gone")
+        sys.exit(f"the parent process {parent_pid} has ended")
 
 
 def _end_orphans(own_children: set[int]) -> None:
-    """End what grading processes that died have left behind."""
+    """Kill descendants of grading processes that died."""
     while left := [
         process for process in psutil.Process().children() if process.pid not in own_children
     ]:
@@ -156,8 +155,8 @@ def _end_orphans(own_children: set[int]) -> None:
             process.wait()
 
 
-def _keep_to_oneself() -> None:
-    """What the user's code reads and prints comes from nothing and goes to standard error."""
+def _redirect_standard_streams() -> None:
+    """Let user code read nothing from standard input and print to standard error."""
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
@@ -174,7 +173,7 @@ def _prepare() -> dict[str, object]:
 def _serve(
     connection: socket.socket, grader: Grader, tools: Tools, settings: dict[str, Any]
 ) -> None:
-    """Grader what is asked, and use the tools that are called for, until the connection ends."""
+    """Grade answers and execute tool calls until the connection ends."""
     with connection, connection.makefile("r", encoding="utf-8") as requests:
         for line in requests:
             request = json.loads(line)
@@ -190,11 +189,13 @@ def _serve(
 def _used(
     use: Callable[[str], tuple[str, str]], argument: str, max_output_chars: int
 ) -> dict[str, object]:
-    """What a tool puts out, cut to its length. One that fails is the machine's fault: what calls do
-    wrong, tools say."""
+    """Execute a tool call and truncate its output.
+
+    An exception is a fault of the machine: tools report faults of a call in their output.
+    """
     try:
         kind, text = use(argument)
-    except Exception as error:
+    except Exception as error:  # untrusted argument; counted in rewards/tool/*/infrastructure
         traceback.print_exc()
         kind, text = "infrastructure", _named(error)
     return {
@@ -204,13 +205,14 @@ def _used(
 
 
 def _graded(grader: Grader, task: dict[str, Any], text: str) -> dict[str, object]:
-    """An answer on which grading fails has a grade too, which says so."""
+    """Grade an answer; a failed call is a grade of kind `crashed` or `infrastructure`."""
     try:
         finding = grader(task, text)
     except Unprepared:
         return {"unprepared": True}
     except (Exception, SystemExit, asyncio.CancelledError) as error:
-        # OSError is the machine's fault, or that of another one that was asked.
+        # The user's function or a verifier on untrusted text; counted in rewards/failed and
+        # rewards/grade/*. OSError is a fault of this machine or of a remote one.
         kind = "infrastructure" if isinstance(error, OSError) else "crashed"
         finding = Finding(kind, _named(error), failed=True, trace=traceback_of(error))
     return {
@@ -223,8 +225,11 @@ def _graded(grader: Grader, task: dict[str, Any], text: str) -> dict[str, object
 
 
 def _grader_of_kind(settings: dict[str, Any]) -> Grader:
-    """The graders of the kinds of tasks there are. SandboxUnavailable where programs are among them
-    and cannot be run."""
+    """Return a grader of all kinds.
+
+    Raises:
+        SandboxUnavailable: Programs are among them, and there is no sandbox.
+    """
     graders: dict[str, Grader] = {
         "math": _math_grader(settings["accept_plain"]),
         "countdown": _countdown_grader,
@@ -262,7 +267,7 @@ def _countdown_grader(task: dict[str, Any], text: str) -> Finding:
 
 
 def _code_grader(sandbox: dict[str, Any]) -> Grader:
-    # What graders mathematics is not to wait for these imports.
+    # Imported here, so that grading mathematics does not wait for these imports.
     from areal_jax.data.code_tasks import parse_tests
     from areal_jax.rewards.code_grader import CodeGrader
     from areal_jax.rewards.config import SandboxConfig
@@ -274,8 +279,8 @@ def _code_grader(sandbox: dict[str, Any]) -> Grader:
 
     def grader(task: dict[str, Any], text: str) -> Finding:
         if not programs:
-            # In each grading process its own. A program that takes too long is to end here, which
-            # takes no new process.
+            # One in each grading process. A program that is too slow is stopped here, which needs no
+            # new process.
             programs.append(CodeGrader(config, bwrap, PATIENCE * config.total_timeout_s))
         grade = programs[0].grade_answer(parse_tests(task["answer"]), text)
         return Finding(grade.kind, grade.detail)
@@ -284,8 +289,7 @@ def _code_grader(sandbox: dict[str, Any]) -> Grader:
 
 
 def _tools(settings: dict[str, Any]) -> Tools:
-    """The tools that a policy may call. What they search in is read once, for all processes that
-    are forked."""
+    """Return the tools that a policy may call. Documents are read once, for all forks."""
     from areal_jax.rewards.config import SandboxConfig
     from areal_jax.rewards.tools import make_tools
 
@@ -300,7 +304,7 @@ def _tools(settings: dict[str, Any]) -> Tools:
 
 
 def _custom_grader(function: str, scale: Literal["unit", "raw"]) -> Grader:
-    """The function called FILE.py:NAME or MODULE:NAME."""
+    """Return a grader that calls the function FILE.py:NAME or MODULE:NAME."""
     from areal_jax.records import Message, Task
     from areal_jax.rewards.adapters import adapt
 
@@ -309,8 +313,8 @@ def _custom_grader(function: str, scale: Literal["unit", "raw"]) -> Grader:
     def finished(found: object) -> object:
         if not inspect.isawaitable(found):
             return found
-        # One loop for all answers of a process: connections that the function keeps open belong to
-        # it.
+        # One event loop for all answers of a process, because connections that the function keeps
+        # open belong to it.
         loops[:] = loops or [asyncio.Runner()]
         return loops[0].run(_awaited(found))
 

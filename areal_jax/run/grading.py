@@ -14,8 +14,9 @@ from areal_jax.errors import ConfigError
 from areal_jax.metrics.trace import Trace
 from areal_jax.protocols import Grader
 from areal_jax.records import RewardResult, Task, ToolResult
+from areal_jax.rewards.grading_processes import CannotStart
 from areal_jax.rewards.probe import probe
-from areal_jax.rewards.service import CannotStart, RewardService
+from areal_jax.rewards.service import RewardService
 from areal_jax.run.plan import Plan
 from areal_jax.workflows.config import Agent
 from areal_jax.workflows.from_config import find_tools_config

@@ -298,7 +298,7 @@ def test_a_process_is_replaced_after_many_answers(
                 assert (await grader(task(), "2")).kind == "correct"
             assert grader.counters()["worker_starts"] == 3
 
-    monkeypatch.setattr("areal_jax.rewards.service.ANSWERS_PER_PROCESS", 3)
+    monkeypatch.setattr("areal_jax.rewards.grading_processes.ANSWERS_PER_PROCESS", 3)
     run(main())
 
 
@@ -545,7 +545,7 @@ def test_tasks_that_nobody_can_judge_are_refused() -> None:
         async with RewardService(RewardConfig()) as grader:
             with pytest.raises(
                 ValueError,
-                match=r"no grader for tasks of kind 'code', .* graders math; set rewards\.function",
+                match=r"no grader for tasks of kind 'code', .* grades math; set rewards\.function",
             ):
                 await grader(task(kind="code"), "2")
 
