@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from areal_jax import __version__
 from areal_jax.cli.completion import completions
-from areal_jax.cli.settings_help import help_text
+from areal_jax.cli.settings_help import VERSION_OPTION, help_text
 from areal_jax.config.experiment import AnyExperiment, Experiment
 from areal_jax.config.load import experiment_names, load_experiment, read_config
 from areal_jax.config.overrides import settings
@@ -105,7 +105,7 @@ def answer(command: Namespace, usage: str, config: object = None) -> bool:
     if command.version:
         show(f"areal_jax {__version__} (jax {version('jax')}, Python {platform.python_version()})")
     elif command.help is not None:
-        show(usage if config is None else help_text(usage, config, command.help))
+        show(usage + VERSION_OPTION if config is None else help_text(usage, config, command.help))
     return command.version or command.help is not None
 
 

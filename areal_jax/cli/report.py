@@ -24,11 +24,11 @@ Write report.html and learning_curve.png of a run folder again, from its metrics
 samples.jsonl and run.json. The run may have ended early, or still be running. No device and no
 weights are needed.
 
-  RUN_FOLDER ...  several runs: their curves in one page, {COMPARISON} in the first folder
-  --out=FILE      another file for that page
-  --live          serve the page on 127.0.0.1 until Ctrl-C, with new steps as they end and with
-                  all samples
-  --port=N        port of --live; default: a free one
+  RUN_FOLDER ...        several runs: their curves in one page, {COMPARISON} in the first folder
+  --out=FILE            another file for that page
+  --live                serve the page on 127.0.0.1 until Ctrl-C, with new steps as they end and
+                        with all samples
+  --port=N              port of --live; default: a free one
 """
 
 

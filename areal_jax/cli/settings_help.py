@@ -25,10 +25,10 @@ from areal_jax.errors import ConfigError
 
 ALL, EXPERIMENTS = "all", "experiments"
 
+VERSION_OPTION = "  --version             the release\n"
 HELP_OPTIONS = """\
   --help                this text; --help=GROUP: the settings of a group, such as {group}
                         --help=WORD: search; --help=all: every setting{experiments}
-  --version             the release
 """
 
 MAX_WIDTH = 100
@@ -76,9 +76,12 @@ def wrap_names(names: Iterable[str]) -> str:
 def _options(config: object, headings: Mapping[str, str]) -> str:
     nested = [key for key in headings if "." in key]
     experiments = "; --help=experiments: names"
-    return HELP_OPTIONS.format(
-        group=(nested or list(headings) or ["engine"])[0],
-        experiments=experiments if _has_experiments(config) else "",
+    return (
+        HELP_OPTIONS.format(
+            group=(nested or list(headings) or ["engine"])[0],
+            experiments=experiments if _has_experiments(config) else "",
+        )
+        + VERSION_OPTION
     )
 
 

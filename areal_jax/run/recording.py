@@ -127,11 +127,12 @@ class Recording:
         self.progress.say(line)
 
     def summarize(self, num_steps: int) -> None:
-        """Show the outcome of the run.
+        """Show the outcome of the run, after the last live line.
 
         Args:
             num_steps: steps that the run should make.
         """
+        self.progress.close()
         for line in summary_lines(
             self.folder,
             num_steps,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +23,23 @@ from areal_jax.serve.config import ServeConfig
 from areal_jax.serve.engine_backend import EngineBackend
 from areal_jax.weights.pinned import Pinned
 
+logger = logging.getLogger(__name__)
+
+LOG_INTERVAL_S = 10.0
+
+
+class LoggedCompilation:
+    """Logs which program is compiled: the first one, and then one every LOG_INTERVAL_S."""
+
+    def __init__(self) -> None:
+        self._logged_s = float("-inf")
+
+    def __call__(self, name: str, number: int, total: int) -> None:
+        """Receive the program that is compiled next, as `OnProgram` says."""
+        if time.monotonic() - self._logged_s >= LOG_INTERVAL_S:
+            self._logged_s = time.monotonic()
+            logger.info("compiling %d of %d: %s", number, total, name)
+
 
 @asynccontextmanager
 async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[EngineBackend]:
@@ -33,7 +52,7 @@ async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[Eng
     engine, weights = decoding.engine, await asyncio.to_thread(decoding.load)
     # Clients often set top_p; programs for other sampling settings are compiled while requests are
     # answered.
-    await asyncio.to_thread(engine.warm_up, SamplingMode.FILTERED)
+    await asyncio.to_thread(engine.warm_up, SamplingMode.FILTERED, LoggedCompilation())
     engine_loop = EngineLoop(engine, Pinned(weights))
     totals: dict[str, float] = {
         "tokens": 0.0,

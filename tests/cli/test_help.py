@@ -45,6 +45,7 @@ def test_help_fits_on_one_screen(script: str, capsys: pytest.CaptureFixture[str]
     assert COMMANDS[script].main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"usage: {script} ")
+    assert any(line.startswith("  --version ") for line in lines)
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
 

@@ -89,19 +89,21 @@ def test_a_signal_ends_it_while_it_loads(
 
 
 @pytest.mark.slow
-def test_it_answers_until_a_signal(of_a_command: dict[str, str]):
+def test_it_answers_until_a_signal(of_a_command: dict[str, str], tmp_path: Path):
     given = [
         "port=0",
         "engine.num_slots=1",
         "engine.max_prompt_tokens=16",
         "engine.max_new_tokens=16",
     ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "areal_jax.serve", *given],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=of_a_command,
-    )
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "areal_jax.serve", *given],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=of_a_command,
+        )
     try:
         assert process.stdout is not None
         url = re.search(r"http://\S+", process.stdout.readline())
@@ -115,6 +117,7 @@ def test_it_answers_until_a_signal(of_a_command: dict[str, str]):
             assert json.load(answer)["usage"]["completion_tokens"] >= 1
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
+        assert re.search(r"compiling 1 of \d+: init\n", (tmp_path / "log").read_text())
     finally:
         process.kill()
         process.wait(60)
