@@ -21,6 +21,7 @@ from areal_jax.cli.arguments import (
     named_experiment,
     show,
 )
+from areal_jax.cli.preflight import preflight
 from areal_jax.cli.settings_help import wrap_names
 from areal_jax.cluster.signals import Interruption, Stopped, exit_status, interruptible
 from areal_jax.cluster.watchdog import Stalled
@@ -55,6 +56,8 @@ Train the policy of an experiment. Metrics, samples and checkpoints are written 
   --run-folder=DIR      folder to write; default: {RUNS_FOLDER}/NAME-TIME
   --resume[=DIR]        resume the run in DIR, or the newest run (of NAME, if --exp is given)
   --dry-run             print settings, devices, meshes and memory, and train nothing
+  --preflight           try scripted answers, right, wrong and cheating, from prompt to one update,
+                        on the CPU and without weights; exit status 1 if rewards are wrong
 """
 
 
@@ -101,6 +104,8 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
     )
     if run_folder is not None:
         interruption.advice = partial(resume_advice, run_folder)
+    if command.preflight:
+        return preflight(experiment, command.exp)
     run_folder = run_folder or new_folder(command.run_folder, experiment.name)
     if not command.dry_run:
         show(f"areal_jax {__version__}: loading data and tokenizer of {experiment.name}")
@@ -147,6 +152,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run-folder", type=Path)
     parser.add_argument("--resume")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--preflight", action="store_true")
     # A bare --resume must not take the override that follows it for its folder.
     command = parser.parse(argv, optional=["--resume"])
     if command.resume is not None and command.config:

@@ -108,6 +108,20 @@ def read_code_problem(row: Row) -> tuple[str, CodeTests] | None:
     return None
 
 
+def read_solution(row: Row) -> str | None:
+    """Read the reference program of a row of HumanEval, MBPP or APPS; None if it has none."""
+    if isinstance(rest := row.get("canonical_solution"), str):
+        return f"{row.get('prompt') or ''}{rest}"
+    if isinstance(program := row.get("code"), str):
+        return program
+    try:
+        solutions = json.loads(row.get("solutions") or "[]")
+    except (TypeError, ValueError):
+        return None
+    is_list = isinstance(solutions, list) and solutions and isinstance(solutions[0], str)
+    return solutions[0] if is_list else None
+
+
 def _read_human_eval(row: Row) -> tuple[str, CodeTests]:
     prompt, entry_point = row["prompt"], row["entry_point"]
     tests = f"{row['test']}\n\ncheck({entry_point})\n"

@@ -10,12 +10,15 @@ EMBEDDED = Path(__file__).parent.parent / "models" / "embedded"
 """Folder of the tiny policy inside the package."""
 
 
-def resolve_policy_folder(path: str, setting: str = "policy.path") -> Path:
+def resolve_policy_folder(
+    path: str, setting: str = "policy.path", *, has_weights: bool = True
+) -> Path:
     """Find the folder of a policy; download it if necessary.
 
     Args:
         path: 'embedded', a Hugging Face folder, or a name on the hub.
         setting: name of the setting that holds `path`, for messages.
+        has_weights: whether a download includes the weights.
 
     Raises:
         FileNotFoundError: there is no such folder, or the download fails; the message gives the
@@ -27,9 +30,8 @@ def resolve_policy_folder(path: str, setting: str = "policy.path") -> Path:
     if folder.exists():
         return _with_config(folder, path, setting)
     if NAME.fullmatch(path) and not path.startswith("."):
-        return _with_config(
-            fetch(path, "model", ("*.json", "*.safetensors", "*.jinja")), path, setting
-        )
+        weights = ("*.safetensors",) if has_weights else ()
+        return _with_config(fetch(path, "model", ("*.json", *weights, "*.jinja")), path, setting)
     raise FileNotFoundError(
         f"{setting}={path}: expected 'embedded', an existing folder, or a hub name such as "
         "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"

@@ -120,7 +120,7 @@ def find_local(
     decoding = find_decoding_policy(
         experiment.policy, experiment.engine, mesh, checkpoint, seed=experiment.seed
     )
-    if problems := list(find_unreadable(experiment, decoding.engine, decoding.tokenizer)):
+    if problems := list(find_unreadable(experiment, decoding.policy.config, decoding.tokenizer)):
         raise ConfigError("\n".join(problems))
     return Local(experiment, decoding)
 

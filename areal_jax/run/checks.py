@@ -14,9 +14,10 @@ from areal_jax.cluster.config import Ray
 from areal_jax.config.experiment import AnyExperiment, Experiment
 from areal_jax.config.load import CONFIG_FILE, read_plainly
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.engine.decode import DecodeEngine, find_too_long
+from areal_jax.engine.decode import find_too_long
 from areal_jax.errors import ConfigError
 from areal_jax.metrics import consistency, description, trackers
+from areal_jax.models.architecture import ModelConfig
 from areal_jax.run.memory_checks import find_overflow
 from areal_jax.run.plan import Plan
 from areal_jax.workflows.agent import parse_command
@@ -44,15 +45,15 @@ def find_mismatches(plan: Plan) -> Iterator[str]:
     if plan.decodes:
         yield from find_too_long(engine, f"policy.path={path}")
         yield from _missing_program(plan.experiment)
-    yield from find_unreadable(plan.experiment, engine, plan.tokenizer)
+    yield from find_unreadable(plan.experiment, engine.policy.config, plan.tokenizer)
     yield from _small_critic(plan)
 
 
 def find_unreadable(
-    experiment: AnyExperiment, engine: DecodeEngine, tokenizer: HFTokenizer
+    experiment: AnyExperiment, model: ModelConfig, tokenizer: HFTokenizer
 ) -> Iterator[str]:
     """Reasons why the policy cannot read the tokenizer's tokens."""
-    model, path = engine.policy.config, experiment.policy.path
+    path = experiment.policy.path
     if tokenizer.vocab_size > model.vocab_size:
         yield (
             f"policy.path={path} has a tokenizer.json of {tokenizer.vocab_size} tokens, "

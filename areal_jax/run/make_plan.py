@@ -52,7 +52,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     """
     with config_errors():
         meshes = _make_meshes(experiment)
-    tasks, eval_tasks = _load_tasks(experiment)
+    tasks, eval_tasks = load_task_sets(experiment)
     num_tasks = experiment.evaluation.num_tasks
     limited = limit_prompts(
         experiment,
@@ -62,7 +62,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     experiment = limited.experiment
     training = make_training_plan(experiment, meshes.train)
     with config_errors():
-        examples, eval_examples = _load_examples(experiment, training)
+        examples, eval_examples = find_examples(experiment, training)
         engines = _make_engines(experiment, training.policy, meshes, training.compute_dtype)
     plan = Plan(
         **{each.name: getattr(training, each.name) for each in fields(training)},
@@ -122,7 +122,7 @@ def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
     return plan
 
 
-def _load_tasks(experiment: AnyExperiment) -> tuple[TaskSet, TaskSet]:
+def load_task_sets(experiment: AnyExperiment) -> tuple[TaskSet, TaskSet]:
     """Tasks to train on and to evaluate on; empty where the experiment has none."""
     tasks, eval_tasks = TaskSet((), {}), TaskSet((), {})
     if isinstance(experiment, Experiment):
@@ -134,7 +134,7 @@ def _load_tasks(experiment: AnyExperiment) -> tuple[TaskSet, TaskSet]:
     return tasks, eval_tasks
 
 
-def _load_examples(
+def find_examples(
     experiment: AnyExperiment, training: TrainingPlan
 ) -> tuple[ExampleSet, ExampleSet]:
     """Examples to train on and held-out examples; empty in reinforcement learning."""

@@ -25,6 +25,7 @@ from areal_jax.records import RewardResult
 from areal_jax.rewards import sandbox
 from areal_jax.rewards.code_grader import CodeGrader
 from areal_jax.rewards.config import SandboxConfig
+from areal_jax.rewards.exploits import PROGRAMS, write_program
 from areal_jax.rewards.sandbox import SandboxUnavailable, find_sandbox_command
 
 SMALL = SandboxConfig(
@@ -149,63 +150,17 @@ def test_scripts_are_judged_by_their_output(grader: GradeAs) -> None:
     assert grader.grade_answer(DOUBLE_SCRIPT, "It is easy.").kind == "no_answer"
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize(
-    "program",
-    [
-        # Ends as if all were well, before or while it is called.
-        "import os\nos._exit(0)",
-        "import os\nos._exit(100)",
-        "import sys\nsys.exit(100)",
-        "import os\ndef double(x):\n    os._exit(100)",
-        "import atexit, os\natexit.register(os._exit, 100)\ndef double(x):\n    raise SystemExit",
-        # Patches what it thinks decides.
-        "import sys, os\nsys.exit = os._exit = lambda code=0: None\ndef double(x):\n    return 0",
-        (
-            'import json\njson.dumps = lambda *_, **__: \'{"value": 2, "changed": null}\'\ndef '
-            "double(x):\n    return 0"
-        ),
-        (
-            "import builtins\nbuiltins.AssertionError = type('E', (Exception,), {})\ndef "
-            "double(x):\n    return 0"
-        ),
-        (
-            "import builtins\nbuiltins.all = builtins.isinstance = lambda *_: True\ndef "
-            "double(x):\n    return 0"
-        ),
-        # Claims.
-        "print('PASSED')\nprint('{\"returncode\": 100}', flush=True)\ndef double(x):\n    return 0",
-        'import os\nfor fd in range(3, 20):\n    try:\n        os.write(fd, b\'{"returncode": '
-        "100}\\n')\n    except OSError:\n        pass\ndef double(x):\n    return 0",
-        # Returns what equals everything.
-        "class All:\n    def __eq__(self, other): return True\n    def __bool__(self): return "
-        "True\n    def __iter__(self): return iter([All()])\ndef double(x):\n    return All()",
-        (
-            "class All(int):\n    def __eq__(self, other): return True\ndef double(x):\n    return "
-            "All(0)"
-        ),
-        (
-            "class All(list):\n    def __eq__(self, other): return True\ndef double(x):\n    "
-            "return All([0])"
-        ),
-        # Looks for the tests in all that it can reach.
-        "import gc, sys\ndef double(x):\n    frame, found = sys._getframe(), []\n    while "
-        "frame:\n        found += frame.f_locals.values()\n        frame = frame.f_back\n    "
-        "found += gc.get_objects()\n    cases = [each['cases'] for each in found if "
-        "isinstance(each, dict) and 'cases' in each]\n    return dict((args[0], want) for args, "
-        "want in cases[0])[x] if cases else 'none'",
-        "import os\ndef double(x):\n    for pid in filter(str.isdigit, os.listdir('/proc')):\n    "
-        "    for fd in range(9):\n            try:\n                text = "
-        "open(f'/proc/{pid}/fd/{fd}').read()\n                if 'cases' in text or 'assert' in "
-        "text:\n                    return 2 * x\n            except OSError: pass\n    return "
-        "'none'",
-    ],
+    "tests", [DOUBLE, DOUBLE_ASSERTED, DOUBLE_SCRIPT], ids=["calls", "asserts", "script"]
 )
-@pytest.mark.parametrize("tests", [DOUBLE, DOUBLE_ASSERTED], ids=["calls", "asserts"])
 def test_a_verdict_is_not_the_programs_to_give(
-    grader: GradeAs, tests: CodeTests, program: str
+    grader: GradeAs, tests: CodeTests, name: str
 ) -> None:
+    program = write_program(PROGRAMS[name], tests)
     assert grade(grader, program, tests).kind in ("wrong", "crashed")
-    assert grade(grader, HONEST, tests).kind == "correct"
+    honest = "print(2 * int(input()))" if tests is DOUBLE_SCRIPT else HONEST
+    assert grade(grader, honest, tests).kind == "correct"
 
 
 def test_nothing_of_one_answer_is_left_to_the_next(grader: GradeAs) -> None:

@@ -1,0 +1,482 @@
+"""A trial of everything between a prompt and an update, before any training: scripted answers go
+through template, workflow, tools, verifier, advantages and one optimizer update.
+
+Needs no accelerator and no weights: of the policy, only config.json and the tokenizer are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import math
+import os
+import re
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import chz
+import numpy as np
+
+from areal_jax.cluster.config import Local
+from areal_jax.config.experiment import AnyExperiment, Experiment, PreferenceExperiment
+from areal_jax.config.load import find_experiment, load_experiment
+from areal_jax.data.policy_files import resolve_policy_folder
+from areal_jax.data.preferences import PreferencePair
+from areal_jax.data.references import Reference, find_references
+from areal_jax.data.sft import SupervisedExample
+from areal_jax.data.sources import TaskSet, format_skipped
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.errors import ConfigError, config_errors, first_error
+from areal_jax.models.hf import read_config
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.protocols import Tools
+from areal_jax.records import Group, Task, ToolResult
+from areal_jax.rewards.service import RewardService
+from areal_jax.run.checkpointing import POLICY
+from areal_jax.run.checks import find_unreadable
+from areal_jax.run.generation import start_agents, workflow_of
+from areal_jax.run.grading import probe_rewards, start_rewards
+from areal_jax.run.make_plan import find_examples, load_task_sets
+from areal_jax.run.plan import TrainingPlan
+from areal_jax.run.preflight_findings import (
+    Finding,
+    Row,
+    Trial,
+    find_faults,
+    find_no_signal,
+    make_rows,
+)
+from areal_jax.run.prompt_limits import limit_prompts
+from areal_jax.run.scripted_policy import (
+    FORMS,
+    Script,
+    ScriptedPolicy,
+    write_candidates,
+    write_exploits,
+    write_scripts,
+)
+from areal_jax.run.trial_update import (
+    UpdateResult,
+    make_tiny_plan,
+    update_from_examples,
+    update_from_groups,
+)
+from areal_jax.workflows.agent import Runner
+from areal_jax.workflows.config import Agent
+from areal_jax.workflows.from_config import find_tools_config
+
+T = TypeVar("T")
+
+COMMAND = "areal-train"
+"""How docstrings of experiments write the training command."""
+
+NUM_SEARCHED = 64
+"""First rows of a source, among which tasks of every kind and family are chosen."""
+
+MIN_TASKS, MAX_TASKS = 3, 8
+"""Tasks of each kind."""
+
+MAX_CODE_TASKS = 3
+"""The same for programs, which take longest."""
+
+MAX_BUDGET = 512
+"""Tokens after which an answer is truncated in the trials, if engine.max_new_tokens is higher."""
+
+NUM_EXAMPLES = 32
+"""Examples of the update of fine-tuning."""
+
+TRIAL_TIMEOUT_S = 120.0
+AGENT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleRow:
+    """Examples of fine-tuning, as the trainer reads them."""
+
+    what: str
+    num_examples: int
+    num_tokens: int
+    num_loss_tokens: int
+    num_ended: int
+    """Examples whose last token is a stop token in the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightReport:
+    """What a preflight found."""
+
+    name: str
+    notes: Sequence[str] = ()
+    rows: Sequence[Row] = ()
+    examples: Sequence[ExampleRow] = ()
+    update: UpdateResult | None = None
+    findings: Sequence[Finding] = ()
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class CountedTools:
+    """Tools that count their calls."""
+
+    tools: Tools
+    calls: Counter[str] = field(default_factory=Counter)
+
+    async def __call__(self, tool: str, argument: str) -> ToolResult:
+        self.calls[tool] += 1
+        return await self.tools(tool, argument)
+
+
+def run_preflight(experiment: AnyExperiment, source: str | None) -> PreflightReport:
+    """Try an experiment without training it.
+
+    Args:
+        experiment: the experiment.
+        source: name or file of the experiment, whose docstring may say which command makes its
+            policy.
+
+    Raises:
+        ConfigError: a part of the experiment is missing, or does not fit the others.
+    """
+    start_s = time.perf_counter()
+    folder, notes = find_tokenizer_folder(experiment, source)
+    experiment = _on_one_device(experiment, folder)
+    with config_errors():
+        ignored = experiment.policy.ignore_config_keys
+        tokenizer = HFTokenizer.from_folder(folder, ignored)
+        model = read_config(folder, ignored, is_adapted=True)
+    if problems := list(find_unreadable(experiment, model, tokenizer)):
+        raise ConfigError("\n".join(problems))
+    with TemporaryDirectory() as scratch:
+        try_it = _try_tasks if isinstance(experiment, Experiment) else _try_examples
+        report = try_it(experiment, folder, Path(scratch), tokenizer)
+    return replace(report, notes=[*notes, *report.notes], seconds=time.perf_counter() - start_s)
+
+
+def find_tokenizer_folder(
+    experiment: AnyExperiment, source: str | None
+) -> tuple[Path, Sequence[str]]:
+    """Find the folder with config.json and tokenizer of an experiment's policy.
+
+    A policy that an earlier command makes need not exist: it will have the tokenizer of the policy
+    that this command trains.
+
+    Returns:
+        The folder, and notes about it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = experiment.policy.path
+    try:
+        return resolve_policy_folder(path, has_weights=False), ()
+    except (OSError, ValueError) as error:
+        for command in _commands(source):
+            options = dict(word.split("=", 1) for word in command if word.startswith("--"))
+            run_folder, name = options.get("--run-folder"), options.get("--exp")
+            if name is None or run_folder is None or Path(run_folder) / POLICY != Path(path):
+                continue
+            made = load_experiment(name, [word for word in command if not word.startswith("--")])
+            folder, notes = find_tokenizer_folder(made, name)
+            line = " ".join([COMMAND, *command])
+            note = (
+                f"policy.path={path} does not exist; `{line}` makes it from "
+                f"policy.path={made.policy.path}, whose tokenizer and chat template are used here"
+            )
+            return folder, (note, *notes)
+        raise ConfigError(
+            f"{error}; --preflight reads config.json, tokenizer.json and the chat template of it"
+        ) from error
+
+
+def _commands(source: str | None) -> Iterator[list[str]]:
+    """Arguments of each training command in the docstring of an experiment's file."""
+    if source is None:
+        return
+    text = ast.get_docstring(ast.parse(find_experiment(source).read_text(encoding="utf-8"))) or ""
+    for line in re.findall(rf"{COMMAND} (.*)", re.sub(r"\\\n\s*", "", text)):
+        yield shlex.split(line)
+
+
+def _on_one_device(experiment: T, folder: Path) -> T:
+    """The experiment with its policy's files in a local folder, in one process and on one device."""
+    assert isinstance(experiment, AnyExperiment)
+    workflow = experiment.workflow
+    if isinstance(workflow, Agent):
+        workflow = chz.replace(workflow, timeout_s=min(workflow.timeout_s, AGENT_TIMEOUT_S))
+    workers = min(experiment.rewards.num_workers, os.cpu_count() or 1)
+    return chz.replace(
+        experiment,
+        policy=chz.replace(experiment.policy, path=str(folder)),
+        launch=Local(),
+        placement=PlacementConfig(),
+        workflow=workflow,
+        rewards=chz.replace(experiment.rewards, num_workers=max(2, workers)),
+    )
+
+
+# Reinforcement learning.
+
+
+def _try_tasks(
+    experiment: AnyExperiment, folder: Path, scratch: Path, tokenizer: HFTokenizer
+) -> PreflightReport:
+    assert isinstance(experiment, Experiment)
+    tasks, eval_tasks = load_task_sets(experiment)
+    limited = limit_prompts(experiment, tasks=tasks.tasks)
+    experiment = limited.experiment
+    assert isinstance(experiment, Experiment)
+    plan = make_tiny_plan(experiment, folder, scratch)
+    notes = list(limited.warnings)
+    if tasks.skipped:
+        notes.append(f"tasks: skipped {format_skipped(tasks.skipped)}")
+    trials = asyncio.run(_Trials(experiment, tokenizer, notes).run(tasks, eval_tasks))
+    groups = [
+        [trial for trial in trials.made if trial.task.id == id]
+        for id in dict.fromkeys(trial.task.id for trial in trials.made)
+    ]
+    update, advantages = _update(plan, groups)
+    findings = [
+        *trials.findings,
+        *find_faults(experiment, trials.made, tokenizer),
+        *(no_signal := list(find_no_signal(experiment, groups, trials.budget))),
+        *_find_bad_update(update, has_signal=not no_signal and _has_reference(trials.made)),
+    ]
+    return PreflightReport(
+        name=experiment.name,
+        notes=notes,
+        rows=make_rows(trials.made, [advantages.get(id(trial), math.nan) for trial in trials.made]),
+        update=update,
+        findings=findings,
+    )
+
+
+class _Trials:
+    """Scripts of the first tasks, each through the experiment's workflow to a reward."""
+
+    def __init__(self, experiment: Experiment, tokenizer: HFTokenizer, notes: list[str]) -> None:
+        self._experiment, self._tokenizer, self._notes = experiment, tokenizer, notes
+        self.budget = min(experiment.engine.max_new_tokens, MAX_BUDGET)
+        self.made: list[Trial] = []
+        self.findings: list[Finding] = []
+
+    async def run(self, tasks: TaskSet, eval_tasks: TaskSet) -> _Trials:
+        """Make all trials."""
+        experiment = self._experiment
+        service = RewardService(
+            experiment.rewards,
+            frozenset(tasks.kinds | eval_tasks.kinds),
+            find_tools_config(experiment.workflow),
+            logs_failures=False,
+        )
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(service)
+            agents = await start_agents(stack, experiment, self._tokenizer)
+            await start_rewards(service, experiment, say=self._note)
+            try:
+                await probe_rewards(service.grade, experiment, eval_tasks.tasks, say=self._note)
+            except ConfigError as error:
+                remedy = "change eval_tasks or rewards"
+                self.findings.append(Finding("eval_tasks", "graded answers", f"{error}", remedy))
+            chosen = _choose(tasks.tasks)
+            references = find_references(experiment.tasks, tasks.tasks, chosen)
+            by_kind: dict[str, list[tuple[Task, Reference | None]]] = {}
+            for index, reference in zip(chosen, references, strict=True):
+                task = tasks.tasks[index]
+                by_kind.setdefault(task.kind, []).append((task, reference))
+            for kind, of_kind in by_kind.items():
+                await self._try_kind(kind, of_kind, service, agents)
+        return self
+
+    def _note(self, warning: str) -> None:
+        self._notes.append(warning.removeprefix("warning: "))
+
+    async def _try_kind(
+        self,
+        kind: str,
+        of_kind: Sequence[tuple[Task, Reference | None]],
+        service: RewardService,
+        agents: Runner | None,
+    ) -> None:
+        if missing := sum(reference is None for _, reference in of_kind):
+            self._notes.append(
+                f"{missing} of {len(of_kind)} tasks of kind {kind} have no reference answer in "
+                "their source: no right answer is tried on them"
+            )
+        running = asyncio.Semaphore(self._experiment.rewards.num_workers)
+
+        async def attempt(task: Task, script: Script) -> Trial:
+            async with running:
+                return await self._attempt(task, script, service, agents)
+
+        form = FORMS[0]
+        solved = [(task, reference) for task, reference in of_kind if reference is not None]
+        if solved:
+            candidates = list(write_candidates(*solved[0]))
+            tried = await asyncio.gather(
+                *(attempt(solved[0][0], script) for _, script in candidates)
+            )
+            rewards = [trial.reward if trial.samples else -math.inf for trial in tried]
+            form = candidates[int(np.argmax(rewards))][0]
+            longest = max(tried[int(np.argmax(rewards))].num_tokens, 1)
+            self.budget = min(self._experiment.engine.max_new_tokens, max(self.budget, 4 * longest))
+        scripts = [
+            (task, script)
+            for task, reference in of_kind
+            for script in write_scripts(self._experiment, task, reference, form)
+        ]
+        scripts += [(of_kind[0][0], script) for script in write_exploits(*of_kind[0], form)]
+        # By task, so that the samples of a group lie together.
+        self.made += await asyncio.gather(*(attempt(*each) for each in scripts))
+
+    async def _attempt(
+        self, task: Task, script: Script, service: RewardService, agents: Runner | None
+    ) -> Trial:
+        tools = CountedTools(service.use)
+        policy = ScriptedPolicy(script, self._tokenizer, self.budget)
+        samples, failure = (), ""
+        try:
+            workflow = workflow_of(self._experiment, self._tokenizer, 1, tools, agents)
+            async with asyncio.timeout(TRIAL_TIMEOUT_S):
+                samples = await workflow(task, policy, service)
+        except Exception as error:  # the user's reward function, agent or template
+            cause = first_error(error)
+            failure = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        return Trial(
+            script=script,
+            task=task,
+            samples=samples,
+            error=failure,
+            tools=tools.calls,
+            num_tokens=max(policy.outputs, default=0),
+        )
+
+
+def _choose(tasks: Sequence[Task]) -> list[int]:
+    """Indices of a few tasks of every kind, and of every family if there is room."""
+    first = list(islice(tasks, NUM_SEARCHED))
+    chosen: dict[str, list[int]] = {}
+    families = set[tuple[str, str]]()
+    for is_filling in (False, True):
+        for index, task in enumerate(first):
+            of_kind = chosen.setdefault(task.kind, [])
+            most = MAX_CODE_TASKS if task.kind == "code" else MAX_TASKS
+            is_new = (task.kind, task.family) not in families
+            is_wanted = len(of_kind) < MIN_TASKS if is_filling else is_new and len(of_kind) < most
+            # A row may occur twice.
+            if is_wanted and all(first[other].id != task.id for other in of_kind):
+                families.add((task.kind, task.family))
+                of_kind.append(index)
+    return [index for of_kind in chosen.values() for index in sorted(of_kind)]
+
+
+def _has_reference(trials: Sequence[Trial]) -> bool:
+    return any(trial.script.name == "reference" for trial in trials)
+
+
+def _update(
+    plan: TrainingPlan, groups: Sequence[Sequence[Trial]]
+) -> tuple[UpdateResult | None, Mapping[int, float]]:
+    """Make one update; also the mean advantage of each trial's sampled tokens, by its identity."""
+    made = [[trial for trial in trials if trial.samples] for trials in groups]
+    made = [trials for trials in made if trials]
+    if not made:
+        return None, {}
+    batch = [
+        Group(number, trials[0].task, tuple(each for trial in trials for each in trial.samples))
+        for number, trials in enumerate(made)
+    ]
+    update = update_from_groups(plan, batch)
+    means: dict[int, float] = {}
+    for trials, of_group in zip(made, update.advantages, strict=False):
+        place = 0
+        for trial in trials:
+            values = of_group[place : place + len(trial.samples)]
+            masked = [
+                of_sample[sample.loss_mask]
+                for of_sample, sample in zip(values, trial.samples, strict=True)
+            ]
+            means[id(trial)] = float(np.concatenate(masked).mean())
+            place += len(trial.samples)
+    return update, means
+
+
+def _find_bad_update(update: UpdateResult | None, *, has_signal: bool) -> Iterator[Finding]:
+    if update is None:
+        return
+    if update.error:
+        remedy = "change trainer.loss, trainer.advantages or trainer.shaping"
+        yield Finding("update", "a finite loss and gradient", update.error, remedy)
+    elif not math.isfinite(update.grad_norm) or (has_signal and update.grad_norm == 0):
+        found = f"a gradient norm of {update.grad_norm:g} over {update.num_tokens} tokens"
+        remedy = "change trainer.loss, trainer.advantages or trainer.shaping"
+        yield Finding("update", "a finite gradient that is not 0", found, remedy)
+
+
+# Fine-tuning.
+
+
+def _try_examples(
+    experiment: AnyExperiment, folder: Path, scratch: Path, tokenizer: HFTokenizer
+) -> PreflightReport:
+    limited = limit_prompts(experiment)
+    plan = make_tiny_plan(limited.experiment, folder, scratch)
+    with config_errors():
+        examples, _ = find_examples(plan.experiment, plan)
+    notes = [f"examples: skipped {format_skipped(examples.skipped)}"] if examples.skipped else []
+    first: list[Any] = list(islice(examples.examples, NUM_EXAMPLES))
+    is_pairs = isinstance(experiment, PreferenceExperiment)
+    sides: dict[str, list[SupervisedExample]] = {"examples": first}
+    if is_pairs:
+        pairs: list[PreferencePair] = first
+        sides = {
+            "chosen": [pair.chosen for pair in pairs],
+            "rejected": [pair.rejected for pair in pairs],
+        }
+    rows = [_describe(what, side, tokenizer) for what, side in sides.items()]
+    lengths = [sum(len(side[i].tokens) for side in sides.values()) for i in range(len(first))]
+    learned = next(iter(sides.values()))[0]
+    notes.append(f"learned of the first example: {_learned_text(learned, tokenizer)!r}")
+    update = update_from_examples(plan, first, max(lengths))
+    findings = [
+        *(finding for row in rows for finding in _find_bad_examples(row)),
+        *_find_bad_update(update, has_signal=True),
+    ]
+    return PreflightReport(
+        name=experiment.name, notes=notes, examples=rows, update=update, findings=findings
+    )
+
+
+def _describe(
+    what: str, examples: Sequence[SupervisedExample], tokenizer: HFTokenizer
+) -> ExampleRow:
+    return ExampleRow(
+        what=what,
+        num_examples=len(examples),
+        num_tokens=sum(len(example.tokens) for example in examples),
+        num_loss_tokens=sum(int(example.loss_mask.sum()) for example in examples),
+        num_ended=sum(
+            bool(example.loss_mask[-1]) and int(example.tokens[-1]) in tokenizer.stop_token_ids
+            for example in examples
+        ),
+    )
+
+
+def _learned_text(example: SupervisedExample, tokenizer: HFTokenizer) -> str:
+    return tokenizer.decode(example.tokens[example.loss_mask])[:120]
+
+
+def _find_bad_examples(row: ExampleRow) -> Iterator[Finding]:
+    remedy = "change the chat template of policy.path, or the fields that examples names"
+    if row.num_loss_tokens == 0:
+        yield Finding(row.what, "tokens in the loss", "none", remedy)
+    if row.num_ended == 0:
+        found = f"none in {row.num_examples} examples, so that no answer learns to end"
+        yield Finding(row.what, "a stop token in the loss", found, remedy)

@@ -1,0 +1,203 @@
+"""A policy that says what a script says, and the scripts of a task, with which a preflight tries the
+path from a prompt to a reward."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int32
+
+from areal_jax.config.experiment import Experiment
+from areal_jax.data.code_tasks import parse_tests
+from areal_jax.data.references import Reference
+from areal_jax.data.tool_calls import ToolCall
+from areal_jax.protocols import Tokenizer
+from areal_jax.records import Completion, OnProgress, Task, with_stop_token
+from areal_jax.rewards.exploits import Exploit, find_exploits, write_program
+from areal_jax.rewards.tools import TOOLS
+from areal_jax.workflows.config import CallFormat, Hermes, MultiTurn, Tags, ToolUse
+from areal_jax.workflows.tool_use import parse_calls
+
+FILLER = "Let me think about this step by step.\n"
+
+FORMS = (
+    "{boxed}",
+    "{plain}",
+    "#### {plain}",
+    "<answer>{plain}</answer>",
+    "<answer>{boxed}</answer>",
+    "<think>\nIt follows.\n</think>\n{boxed}",
+    "<think>\nIt follows.\n</think>\n{plain}",
+    "<think>\nIt follows.\n</think>\n<answer>{plain}</answer>",
+    "<think>\nIt follows.\n</think>\n<answer>{boxed}</answer>",
+    "<reasoning>\nIt follows.\n</reasoning>\n<answer>\n{plain}\n</answer>\n",
+)
+"""Forms in which an answer is tried; {boxed} is in \\boxed{}, or in a ```python block."""
+
+_ARGUMENTS = {"calculator": "2*(3+4)", "python": "print(2*(3+4))"}
+"""Argument of a call by tool; other tools are asked for the task's question."""
+
+MAX_QUERY_CHARS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a policy says on one task."""
+
+    name: str
+    turns: tuple[str, ...]
+    """Text of each call of the policy; the last one is repeated."""
+    is_right: bool | None = None
+    """Whether it must be rewarded like a right answer, or like a wrong one; None: neither."""
+    is_cut: bool = False
+    """Whether the last turn is truncated in the middle of its answer, at the token budget."""
+    calls: tuple[str, ...] = ()
+    """Tools that it calls."""
+
+
+@dataclass(slots=True, eq=False)
+class ScriptedPolicy:
+    """The `Generate` of one script."""
+
+    script: Script
+    tokenizer: Tokenizer
+    max_new_tokens: int
+    num_calls: int = 0
+    outputs: list[int] = field(default_factory=list)
+    """Tokens of each call."""
+
+    async def __call__(
+        self,
+        prompt_tokens: Int32[np.ndarray, "P"],
+        num_samples: int,
+        *,
+        max_new_tokens: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Completion]:
+        """Return the script's next turn. Only scripts that are to be truncated end at the budget.
+
+        The behaviour policy is uniform over the vocabulary, as a random policy nearly is.
+        """
+        turn = min(self.num_calls, len(self.script.turns) - 1)
+        self.num_calls += 1
+        tokens = self.tokenizer.encode(self.script.turns[turn])
+        is_cut = self.script.is_cut and turn == len(self.script.turns) - 1
+        if is_cut:
+            own = self.max_new_tokens
+            tokens = self._fill(tokens, own if max_new_tokens is None else min(max_new_tokens, own))
+        else:
+            tokens = with_stop_token(tokens, self.tokenizer.stop_token_ids)
+        self.outputs.append(len(tokens))
+        logp = np.full(len(tokens), -math.log(self.tokenizer.vocab_size), np.float32)
+        versions = np.zeros(len(tokens), np.int32)
+        completion = Completion(tokens, logp, versions, "length" if is_cut else "stop")
+        return [completion] * num_samples
+
+    def _fill(self, tokens: Int32[np.ndarray, "T"], budget: int) -> Int32[np.ndarray, "_"]:
+        """Put text before an answer, so that the budget ends in the middle of it."""
+        kept = tokens[: min(len(tokens) // 2, budget)]
+        filler = self.tokenizer.encode(FILLER)
+        return np.concatenate([np.resize(filler, budget - len(kept)), kept])
+
+
+def write_answer(form: str, task: Task, answer: str) -> str:
+    """Write an answer in one of FORMS."""
+    boxed = f"```python\n{answer}\n```" if task.kind == "code" else f"\\boxed{{{answer}}}"
+    return form.replace("{boxed}", boxed).replace("{plain}", answer)
+
+
+def write_candidates(task: Task, reference: Reference) -> Iterator[tuple[str, Script]]:
+    """Write the reference answer in each of FORMS."""
+    for form in FORMS:
+        # A program without a block is also read, but only where nothing else is said.
+        if task.kind != "code" or "{boxed}" in form:
+            yield form, Script("reference", (write_answer(form, task, reference.right),), True)
+
+
+def write_scripts(
+    experiment: Experiment, task: Task, reference: Reference | None, form: str
+) -> Iterator[Script]:
+    """Write the scripts of a task, except its exploits.
+
+    Args:
+        experiment: its workflow decides which scripts apply.
+        task: the task.
+        reference: right and wrong answers; None leaves out the scripts that need them.
+        form: form of an answer, one of FORMS.
+    """
+    workflow = experiment.workflow
+    wrong = write_answer(form, task, _wrong_answer(task, reference))
+    yield Script("empty", ("",), False)
+    yield Script("wrong", (wrong,), False)
+    if reference is None:
+        right = ""
+    else:
+        right = write_answer(form, task, reference.right)
+        yield Script("reference", (right,), True)
+        yield Script("truncated", (right,), False, is_cut=True)
+        if isinstance(workflow, MultiTurn) and workflow.max_turns > 1:
+            yield Script("wrong, then reference", (wrong, right))
+        for turns, name, is_right in zip(
+            reference.demonstrations,
+            ("right demonstration", "wrong demonstration"),
+            (True, False),
+            strict=False,
+        ):
+            texts = tuple(turn.content for turn in turns if turn.role == "assistant")
+            yield Script(name, texts, is_right, calls=tuple(_find_calls(texts)))
+    if isinstance(workflow, ToolUse):
+        for tool in workflow.tools.names:
+            call = write_call(workflow.call_format, tool, _argument(tool, task, reference))
+            turns, is_right = ((call, right), True) if right else ((call,), None)
+            yield Script(f"calls {tool}", turns, is_right, calls=(tool,))
+
+
+def write_exploits(task: Task, reference: Reference | None, form: str) -> Iterator[Script]:
+    """Write the exploits of a task, in the frame of a form."""
+    frame = form.replace("{boxed}", "{}").replace("{plain}", "{}")
+    for name, text in find_exploits(task, _wrong_answer(task, reference)).items():
+        yield Script(f"exploit: {name}", (frame.replace("{}", text),), False)
+
+
+def write_call(call_format: CallFormat, tool: str, argument: str) -> str:
+    """Write a call as the format asks."""
+    match call_format:
+        case Hermes():
+            call = {"name": tool, "arguments": {TOOLS[tool].parameter: argument}}
+            return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        case Tags():
+            return f"<{tool}>{argument}</{tool}>"
+        case _:
+            raise ValueError(f"expected Hermes or Tags, found {type(call_format).__name__}")
+
+
+def _find_calls(turns: Iterable[str]) -> dict[str, None]:
+    """Tools that turns call in any format."""
+    return {
+        call.name: None
+        for text in turns
+        for call_format in (Hermes(), Tags())
+        for call in parse_calls(call_format, text, tuple(TOOLS))
+        if isinstance(call, ToolCall)
+    }
+
+
+def _wrong_answer(task: Task, reference: Reference | None) -> str:
+    if reference is not None and reference.wrong:
+        return reference.wrong
+    if task.kind == "code":
+        return write_program(Exploit("", "return 'wrong'"), parse_tests(task.answer))
+    return "0" if reference is None else reference.wrong
+
+
+def _argument(tool: str, task: Task, reference: Reference | None) -> str:
+    """Argument of a call: a demonstration's, if one calls the tool."""
+    for turns in () if reference is None else reference.demonstrations:
+        for call in parse_calls(Tags(), turns[0].content, (tool,)):
+            if isinstance(call, ToolCall):
+                return next(iter(call.arguments.values()))
+    return _ARGUMENTS.get(tool, task.prompt[-1].content[:MAX_QUERY_CHARS])
