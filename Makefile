@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
-	$(BIN)/python -m areal_jax.train --exp=aime $(TRAIN_ARGS)
+	$(BIN)/areal-train --exp=aime $(TRAIN_ARGS)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)

@@ -2,8 +2,8 @@
 
     python benchmarks/examples.py
 
-Trains the policies that some examples start from, as their docstrings describe, and runs `python -m
-areal_jax.train --exp=NAME` for each example. Appends to results/examples.jsonl and plots
+Trains the policies that some examples start from, as their docstrings describe, and runs
+`areal-train --exp=NAME` for each example. Appends to results/examples.jsonl and plots
 results/examples.png. Takes about 20 minutes on two idle CPU cores. Finished runs are not repeated.
 """
 
