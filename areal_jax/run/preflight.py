@@ -183,7 +183,7 @@ def find_tokenizer_folder(
             run_folder, name = options.get("--run-folder"), options.get("--exp")
             if name is None or run_folder is None or Path(run_folder) / POLICY != Path(path):
                 continue
-            made = load_experiment(name, [word for word in command if not word.startswith("--")])
+            made = load_experiment(name, *(word for word in command if not word.startswith("--")))
             folder, notes = find_tokenizer_folder(made, name)
             line = " ".join([COMMAND, *command])
             note = (

@@ -56,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def run(name: str, *overrides: str) -> PreflightReport:
-    return run_preflight(load_experiment(name, overrides), name)
+    return run_preflight(load_experiment(name, *overrides), name)
 
 
 def write_rows(path: Path, rows: Sequence[object]) -> Path:
@@ -101,7 +101,7 @@ def test_scripted_policy_repeats_its_last_turn_and_stops() -> None:
 
 
 def test_tool_calls_are_written_as_the_workflow_reads_them() -> None:
-    experiment = load_experiment("tool_math", ["workflow.call_format=Hermes"])
+    experiment = load_experiment("tool_math", "workflow.call_format=Hermes")
     assert isinstance(experiment, Experiment)
     task = Task("one", (Message("user", "1+1?"),), "2")
     scripts = {each.name: each for each in write_scripts(experiment, task, Reference("2", "3"), "{boxed}")}  # fmt: skip
@@ -313,7 +313,7 @@ def test_the_command_that_makes_a_policy_names_its_tokenizer(
 
 
 def test_a_policy_that_nothing_makes_is_refused(tmp_path: Path) -> None:
-    experiment = load_experiment("countdown", [f"policy.path={tmp_path}/none"])
+    experiment = load_experiment("countdown", f"policy.path={tmp_path}/none")
     with pytest.raises(ConfigError, match=r"policy\.path=.*none: .*--preflight reads config\.json"):
         find_tokenizer_folder(experiment, "countdown")
 
