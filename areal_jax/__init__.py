@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from areal_jax.config.load import load_experiment
     from areal_jax.protocols import Workflow
     from areal_jax.records import Completion, Group, Message, RewardResult, Sample, Task
-    from areal_jax.rl.losses import PolicyLoss, decoupled_ppo_loss, policy_loss
+    from areal_jax.rl.losses import decoupled_ppo_loss, policy_loss
+    from areal_jax.rl.token_losses import PolicyLoss
     from areal_jax.rollout.gate import Gate
     from areal_jax.run.callbacks import STOP, Callback, EarlyStopping, KeepBest
 
@@ -55,7 +56,8 @@ _MODULES = {
     "areal_jax.config.load": ("load_experiment",),
     "areal_jax.protocols": ("Workflow",),
     "areal_jax.records": ("Completion", "Group", "Message", "RewardResult", "Sample", "Task"),
-    "areal_jax.rl.losses": ("PolicyLoss", "decoupled_ppo_loss", "policy_loss"),
+    "areal_jax.rl.losses": ("decoupled_ppo_loss", "policy_loss"),
+    "areal_jax.rl.token_losses": ("PolicyLoss",),
     "areal_jax.rollout.gate": ("Gate",),
     "areal_jax.run.callbacks": ("STOP", "Callback", "EarlyStopping", "KeepBest"),
 }

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Float64, Shaped
 
 from areal_jax.rl.config import Estimator, KLInLoss, KLInReward, Teacher
-from areal_jax.rl.losses import PolicyLoss, mean_loss, zero_outside
+from areal_jax.rl.token_losses import PolicyLoss, mean_loss, zero_outside
 
 
 def kl_estimate(

@@ -1,4 +1,4 @@
-"""Policy, value and supervised objectives: log-probs and advantages in, loss and metrics out.
+"""Policy objectives: log-probs and advantages in, loss and metrics out.
 
 Every function takes one row [T] or a batch [B, T]. Values outside the mask may be nan or inf: they
 reach neither the loss, nor a gradient, nor a metric. Metrics are `Mean`s, so that those of several
@@ -8,14 +8,13 @@ micro-batches add up. Axes: B rows, T tokens.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from areal_jax.metrics.meters import Mean
 from areal_jax.rl.config import (
     CISPO,
     GSPO,
@@ -24,34 +23,15 @@ from areal_jax.rl.config import (
     SAPO,
     CustomLoss,
     DecoupledPPO,
-    ImportanceWeightedLoss,
     ImportanceWeighting,
     Loss,
     Masked,
     Reinforce,
     Truncated,
-    Unweighted,
     Weighted,
 )
-from areal_jax.rl.off_policy import OffPolicyCounts
-
-
-class PolicyLoss(NamedTuple):
-    """A loss and its metrics."""
-
-    loss: Float[Array, ""]
-    """Differentiable with respect to the log-probs of the policy being trained only."""
-    metrics: dict[str, Mean]
-    off_policy: OffPolicyCounts | None = None
-
-    def plus(self, other: PolicyLoss) -> PolicyLoss:
-        """Add a loss over the same tokens; the metric `loss` becomes the sum of both."""
-        (total, count), (other_total, _) = self.metrics["loss"], other.metrics["loss"]
-        return PolicyLoss(
-            self.loss + other.loss,
-            self.metrics | other.metrics | {"loss": Mean(total + other_total, count)},
-            self.off_policy,
-        )
+from areal_jax.rl.importance_weights import behave_weight, sequence_mean
+from areal_jax.rl.token_losses import PolicyLoss, masked_sum, mean_loss, zero_outside
 
 
 def decoupled_ppo_loss(
@@ -149,7 +129,7 @@ def policy_loss(
         else jax.lax.stop_gradient(zero_outside(mask, proximal_logp))
     )
 
-    weight, capped = _behave_weight(config, proximal_logp - behave_logp, mask, segment_ids)
+    weight, capped = behave_weight(config, proximal_logp - behave_logp, mask, segment_ids)
     # A masked token must not reach exp: in the backward pass the zero that masks it would meet inf.
     log_ratio = jnp.where(weight > 0.0, logp - proximal_logp, 0.0)
     match config:
@@ -159,8 +139,8 @@ def policy_loss(
             )
         case GSPO():
             # The mean includes tokens that their importance weight masks.
-            log_ratio = _sequence_mean(logp - proximal_logp, mask, segment_ids)
-            advantages = _sequence_mean(advantages, mask, segment_ids)
+            log_ratio = sequence_mean(logp - proximal_logp, mask, segment_ids)
+            advantages = sequence_mean(advantages, mask, segment_ids)
             gain, extra = _clipped(
                 log_ratio, advantages, config.clip_eps, config.clip_eps_high, None
             )
@@ -196,87 +176,6 @@ def policy_loss(
         **{name: masked_sum(mask, values) for name, values in extra.items()},
     }
     return mean_loss(metrics, count, num_tokens)
-
-
-def interpolated_proximal(
-    logp: Float[Array | np.ndarray, "*B T"],
-    behave_logp: Float[Array | np.ndarray, "*B T"],
-    age: Int[Array | np.ndarray, "*B T"],
-) -> Float[Array, "*B T"]:
-    """Interpolate the log-probs of the policy just before this trainer step (A-3PO).
-
-    They are behave + a (theta - behave) with a = age / (age + 1), without gradient and without a
-    forward pass.
-
-    Args:
-        logp: log-probs of the policy being trained (theta).
-        behave_logp: log-probs of the behaviour policy.
-        age: trainer steps from the version that sampled the token to the one before this step;
-            theta is one version later.
-    """
-    behave_logp, logp = jnp.asarray(behave_logp), jax.lax.stop_gradient(jnp.asarray(logp))
-    age = jnp.maximum(jnp.asarray(age), 0).astype(logp.dtype)
-    return behave_logp + age / (age + 1.0) * (logp - behave_logp)
-
-
-def second_moment_mask(
-    log_weight: Float[Array | np.ndarray, "T"],
-    mask: Bool[Array | np.ndarray, "T"],
-    max_second_moment: float,
-) -> Bool[Array | np.ndarray, "T"]:
-    """Select the tokens that M2PO trains on (arXiv:2510.01161, section 4).
-
-    Drops the tokens furthest from the policy that sampled them, until the mean of log_weight² over
-    the rest is at most `max_second_moment`. Pass all tokens of a mini-batch at once, and divide the
-    loss by the count of all of them: the result then does not depend on micro-batching.
-
-    Args:
-        log_weight: log(proximal/behave) of every token.
-        mask: true where the token counts.
-        max_second_moment: bound on the mean of log_weight².
-    """
-    # numpy on the host, or jax inside of a jitted program.
-    xp = log_weight.__array_namespace__()
-    squares = xp.where(mask, log_weight, xp.inf) ** 2
-    order = xp.argsort(squares, stable=True)
-    means = xp.cumsum(squares[order]) / xp.arange(1, len(order) + 1)
-    # Sorted, the running means increase; those that include a token outside the mask are infinite.
-    return (means <= max_second_moment)[xp.argsort(order)]
-
-
-def _behave_weight(
-    config: Loss,
-    log_weight: Float[Array, "*B T"],
-    mask: Bool[Array, "*B T"],
-    segment_ids: Int[Array | np.ndarray, "*B T"] | None,
-) -> tuple[Float[Array, "*B T"], Bool[Array, "*B T"]]:
-    """Importance weight of every token, and where a cap changed it."""
-    importance_weighting = (
-        config.importance_weighting if isinstance(config, ImportanceWeightedLoss) else Unweighted()
-    )
-    nowhere = jnp.zeros_like(mask)
-    match importance_weighting:
-        case Unweighted():
-            return jnp.ones_like(log_weight), nowhere
-        case Weighted() | Truncated() | Masked():
-            match importance_weighting.level:
-                case "sequence":
-                    log_weight = _sequence_sum(log_weight, mask, segment_ids)
-                case "geometric":
-                    log_weight = _sequence_mean(log_weight, mask, segment_ids)
-            weight = jnp.exp(log_weight)
-            if isinstance(importance_weighting, Weighted):
-                return weight, nowhere
-            capped = weight > importance_weighting.cap
-            return jnp.where(
-                capped,
-                importance_weighting.cap if isinstance(importance_weighting, Truncated) else 0.0,
-                weight,
-            ), capped
-    raise TypeError(
-        f"expected an importance weighting, found {type(importance_weighting).__name__}; set "
-        "trainer.loss.importance_weighting to one of areal_jax.rl.config"
-    )
 
 
 def _clipped(
@@ -334,124 +233,3 @@ def _weighted_by_clipped_ratio(
     lower = 0.0 if config.clip_eps_low is None else 1.0 - config.clip_eps_low
     clipped = jnp.clip(ratio, lower, 1.0 + config.clip_eps_high)
     return clipped * advantages * logp, {"clip_fraction": clipped != ratio}
-
-
-def _sequence_sum(
-    values: Float[Array, "*B T"],
-    mask: Bool[Array, "*B T"],
-    segment_ids: Int[Array | np.ndarray, "*B T"] | None,
-) -> Float[Array, "*B T"]:
-    """For each token, the sum over its sequence's tokens under the mask."""
-    values = jnp.where(mask, values, 0.0)
-    if segment_ids is None:
-        return jnp.broadcast_to(values.sum(-1, keepdims=True), values.shape)
-
-    def sum_row(values: Float[Array, "T"], segments: Int[Array, "T"]) -> Float[Array, "T"]:
-        return jax.ops.segment_sum(values, segments, num_segments=len(values) + 1)[segments]
-
-    rows = (
-        values.reshape(-1, values.shape[-1]),
-        jnp.asarray(segment_ids).reshape(-1, values.shape[-1]),
-    )
-    return jax.vmap(sum_row)(*rows).reshape(values.shape)
-
-
-def _sequence_mean(
-    values: Float[Array, "*B T"],
-    mask: Bool[Array, "*B T"],
-    segment_ids: Int[Array | np.ndarray, "*B T"] | None,
-) -> Float[Array, "*B T"]:
-    """For each token, the mean over its sequence's tokens under the mask; 0 if there are none."""
-    total = _sequence_sum(values, mask, segment_ids)
-    return total / jnp.maximum(_sequence_sum(mask.astype(total.dtype), mask, segment_ids), 1.0)
-
-
-def sft_loss(
-    logp: Float[Array | np.ndarray, "*B T"],
-    mask: Shaped[Array | np.ndarray, "*B T"],
-    num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
-) -> PolicyLoss:
-    """Compute the mean negative log-likelihood of the tokens under the mask, -1/N sum_t logp_t.
-
-    Args:
-        logp: log-probs of the policy being trained.
-        mask: true (or 1) where the token counts.
-        num_tokens: N. None: the mask's count; for a micro-batch, the whole mini-batch's count.
-    """
-    mask = jnp.asarray(mask).astype(bool)
-    logp = zero_outside(mask, logp)
-    count = jnp.sum(mask, dtype=logp.dtype)
-    return mean_loss({"loss": -jnp.sum(logp)}, count, num_tokens)
-
-
-def value_loss(
-    values: Float[Array | np.ndarray, "*B T"],
-    old_values: Float[Array | np.ndarray, "*B T"],
-    returns: Float[Array | np.ndarray, "*B T"],
-    mask: Shaped[Array | np.ndarray, "*B T"],
-    *,
-    clip_eps: float | None = 0.5,
-    num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
-) -> PolicyLoss:
-    """Compute the critic's clipped loss.
-
-    L = 1/2N sum_t max((V_t - R_t)², (clip(V_t, V_old,t - clip_eps, V_old,t + clip_eps) - R_t)²). A
-    value that moved towards its return by more than clip_eps gets no gradient (the original code of
-    PPO; arXiv:2006.05990, choice C13; AReaL).
-
-    Args:
-        values: the critic's values; only they are differentiable.
-        old_values: values before the update.
-        returns: targets.
-        mask: true (or 1) where the token counts.
-        clip_eps: clip range, in units of reward; None: no clip.
-        num_tokens: N. None: the mask's count; for a micro-batch, the whole mini-batch's count.
-    """
-    mask = jnp.asarray(mask).astype(bool)
-    values = zero_outside(mask, values)
-    old_values, returns = (
-        jax.lax.stop_gradient(zero_outside(mask, constant)) for constant in (old_values, returns)
-    )
-    squared = (values - returns) ** 2
-    is_clipped = jnp.zeros_like(mask)
-    if clip_eps is not None:
-        clipped = (jnp.clip(values, old_values - clip_eps, old_values + clip_eps) - returns) ** 2
-        is_clipped, squared = clipped > squared, jnp.maximum(squared, clipped)
-    count = jnp.sum(mask, dtype=values.dtype)
-    return mean_loss(
-        {"loss": 0.5 * jnp.sum(squared), "clip_fraction": masked_sum(mask, is_clipped)},
-        count,
-        num_tokens,
-    )
-
-
-def mean_loss(
-    sums: dict[str, Float[Array, ""]],
-    count: Float[Array, ""],
-    num: Float[Array | np.ndarray, ""] | float | None,
-) -> PolicyLoss:
-    """Divide the sum `loss` by `num`, and return all sums as metrics of weight `count`.
-
-    Args:
-        sums: metrics' sums by name, `loss` among them.
-        count: number of tokens or pairs under the mask.
-        num: divisor of the loss; None: `count`.
-    """
-    divisor = jnp.maximum(count if num is None else jnp.asarray(num, count.dtype), 1.0)
-    return PolicyLoss(
-        sums["loss"] / divisor,
-        {name: Mean(jax.lax.stop_gradient(total), count) for name, total in sums.items()},
-    )
-
-
-def zero_outside(
-    mask: Bool[Array, "*B T"], values: Float[Array | np.ndarray, "*B T"]
-) -> Float[Array, "*B T"]:
-    """Return `values` in float32 or wider, with zeros where the mask is false."""
-    values = jnp.asarray(values)
-    return jnp.where(mask, values.astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)
-
-
-def masked_sum(mask: Bool[Array, "*B T"], values: Shaped[Array, "*B T"]) -> Float[Array, ""]:
-    """Sum `values` where the mask is true, in float32 or wider."""
-    return jnp.sum(jnp.where(mask, values, 0).astype(jnp.promote_types(values.dtype, jnp.float32)))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from areal_jax.metrics.meters import Mean
 from areal_jax.rl.config import DPO, IPO, BradleyTerry, Preference
-from areal_jax.rl.losses import PolicyLoss, masked_sum, mean_loss, zero_outside
+from areal_jax.rl.token_losses import PolicyLoss, masked_sum, mean_loss, zero_outside
 
 
 def preference_loss(

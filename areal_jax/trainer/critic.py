@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 from areal_jax.metrics.meters import Mean
 from areal_jax.rl.advantages import Trajectory
 from areal_jax.rl.logprobs import values_before
-from areal_jax.rl.losses import PolicyLoss, value_loss
+from areal_jax.rl.token_losses import PolicyLoss, value_loss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.programs import Objective

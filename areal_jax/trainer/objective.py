@@ -12,14 +12,11 @@ from jaxtyping import Array, Bool, Float
 
 from areal_jax.metrics.meters import Mean
 from areal_jax.rl.config import GAE, M2PO, PPO, KLInLoss, Loss, Proximal, ProximalLoss
+from areal_jax.rl.importance_weights import interpolated_proximal, second_moment_mask
 from areal_jax.rl.kl import kl_loss
-from areal_jax.rl.losses import (
-    PolicyLoss,
-    interpolated_proximal,
-    policy_loss,
-    second_moment_mask,
-)
-from areal_jax.rl.off_policy import off_policy_counts
+from areal_jax.rl.losses import policy_loss
+from areal_jax.rl.off_policy import OffPolicyCounts, off_policy_counts
+from areal_jax.rl.token_losses import PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.programs import Objective
@@ -69,14 +66,7 @@ def policy_objective(config: TrainerConfig) -> Objective:
         num_tokens: Float[Array, ""],
         proximal_is_current: Bool[Array, ""],
     ) -> PolicyLoss:
-        match proximal_of(config.loss):
-            case "recompute":
-                current = jax.lax.stop_gradient(logp)
-                proximal_logp = jnp.where(proximal_is_current, current, batch.proximal_logp)
-            case "interpolate":
-                proximal_logp = interpolated_proximal(logp, batch.behave_logp, batch.age)
-            case "behave":
-                proximal_logp = batch.behave_logp
+        proximal_logp = _proximal_logp(config.loss, logp, batch, proximal_is_current)
         mask, metrics = batch.loss_mask, {}
         if isinstance(config.loss, M2PO):
             near = m2po_mask(config.loss, proximal_logp, batch.behave_logp, mask)
@@ -97,13 +87,7 @@ def policy_objective(config: TrainerConfig) -> Objective:
             batch.segment_ids,
             num_tokens=num_tokens,
         )
-        sampler_gap = (logp if isinstance(config.loss, PPO) else proximal_logp) - batch.behave_logp
-        result = result._replace(
-            metrics=result.metrics | metrics,
-            off_policy=off_policy_counts(
-                sampler_gap, batch.loss_mask, batch.age, batch.segment_ids
-            ),
-        )
+        result = result._replace(metrics=result.metrics | metrics)
         if isinstance(kl, KLInLoss) and batch.reference_logp is not None:
             penalty = kl_loss(
                 kl, logp, batch.reference_logp, mask, batch.weights, num_tokens=num_tokens
@@ -111,7 +95,32 @@ def policy_objective(config: TrainerConfig) -> Objective:
             result = result.plus(penalty)
         return result
 
-    return Objective(loss, columns)
+    def off_policy(
+        logp: Array, batch: DeviceBatch, proximal_is_current: Bool[Array, ""]
+    ) -> OffPolicyCounts:
+        # Plain PPO has no proximal policy of its own: theta takes its place.
+        policy_logp = logp
+        if not isinstance(config.loss, PPO):
+            policy_logp = _proximal_logp(config.loss, logp, batch, proximal_is_current)
+        return off_policy_counts(
+            policy_logp - batch.behave_logp, batch.loss_mask, batch.age, batch.segment_ids
+        )
+
+    return Objective(loss, columns, off_policy)
+
+
+def _proximal_logp(
+    loss: Loss, logp: Array, batch: DeviceBatch, proximal_is_current: Bool[Array, ""]
+) -> Array:
+    """Return the log-probs of the proximal policy, without gradient."""
+    match proximal_of(loss):
+        case "recompute":
+            current = jax.lax.stop_gradient(logp)
+            return jnp.where(proximal_is_current, current, batch.proximal_logp)
+        case "interpolate":
+            return interpolated_proximal(logp, batch.behave_logp, batch.age)
+        case "behave":
+            return batch.behave_logp
 
 
 def m2po_mask(

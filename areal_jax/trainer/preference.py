@@ -12,8 +12,8 @@ from areal_jax.data.preferences import PreferencePair
 from areal_jax.data.sft import SupervisedExample
 from areal_jax.parallel.compilation import Program
 from areal_jax.rl.config import Preference
-from areal_jax.rl.losses import PolicyLoss
 from areal_jax.rl.preference import preference_loss
+from areal_jax.rl.token_losses import PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, FrozenPolicy
 from areal_jax.trainer.programs import Objective

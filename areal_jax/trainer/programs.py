@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params
 from areal_jax.models.moe import balance_loss, router_metrics
-from areal_jax.rl.losses import PolicyLoss
 from areal_jax.rl.off_policy import OffPolicyCounts
+from areal_jax.rl.token_losses import PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward
 from areal_jax.trainer.optimizer import learning_rate, make_optimizer, num_updates_done
@@ -41,12 +41,17 @@ class Objective:
             `loss` is the mean of). For a policy with a scalar head, `logp` and
             `batch.proximal_logp` are values: at token t, of what follows token t.
         columns: The optional columns of `DeviceBatch` that it reads.
+        off_policy: Function of (logp, batch, proximal_is_current): the distance of the batch from
+            the policy; None: it is not measured.
     """
 
     loss: Callable[
         [Float[Array, "B T"], DeviceBatch, Float[Array, ""], Bool[Array, ""]], PolicyLoss
     ]
     columns: tuple[str, ...] = ()
+    off_policy: (
+        Callable[[Float[Array, "B T"], DeviceBatch, Bool[Array, ""]], OffPolicyCounts] | None
+    ) = None
 
 
 class Measured(NamedTuple):
@@ -203,9 +208,10 @@ class UpdatePrograms:
         """Return the objective with the entropy bonus and the load-balance loss of experts."""
         config, moe = self._config, self._forward.policy.config.moe
         logp, entropy, routing = self._forward.predictions(params, base, batch.inputs)
-        loss, metrics, off_policy = self._objective.loss(
-            logp, batch, num_tokens, proximal_is_current
-        )
+        loss, metrics = self._objective.loss(logp, batch, num_tokens, proximal_is_current)
+        off_policy = None
+        if self._objective.off_policy is not None:
+            off_policy = self._objective.off_policy(logp, batch, proximal_is_current)
         if entropy is not None:
             entropy = jnp.sum(jnp.where(batch.loss_mask, entropy, 0.0))
             num_masked = jnp.sum(batch.loss_mask, dtype=jnp.float32)

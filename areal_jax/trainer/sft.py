@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.data.sft import SupervisedExample
-from areal_jax.rl.losses import PolicyLoss, sft_loss
+from areal_jax.rl.token_losses import PolicyLoss, sft_loss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.programs import Objective

@@ -28,13 +28,9 @@ from areal_jax.rl.config import (
     Unweighted,
     Weighted,
 )
-from areal_jax.rl.losses import (
-    PolicyLoss,
-    interpolated_proximal,
-    policy_loss,
-    second_moment_mask,
-    sft_loss,
-)
+from areal_jax.rl.importance_weights import interpolated_proximal, second_moment_mask
+from areal_jax.rl.losses import policy_loss
+from areal_jax.rl.token_losses import PolicyLoss, sft_loss
 
 SETTINGS = ("clip_eps", "clip_eps_high", "dual_clip", "behave_weight_cap", "behave_weight_mode")
 decoupled_ppo_loss = jax.jit(losses.decoupled_ppo_loss, static_argnames=SETTINGS)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from areal_jax.rl.config import DPO, IPO, BradleyTerry, Preference
-from areal_jax.rl.losses import PolicyLoss
 from areal_jax.rl.preference import preference_loss
+from areal_jax.rl.token_losses import PolicyLoss
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

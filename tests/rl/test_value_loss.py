@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.rl.losses import value_loss
+from areal_jax.rl.token_losses import value_loss
 
 VALUES = np.array([1.0, 2.0, 0.2, 3.0])
 OLD = np.array([1.2, 1.0, 0.0, 2.9])

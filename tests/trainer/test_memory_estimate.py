@@ -14,7 +14,7 @@ from tiny_training import POLICY, train_mesh
 from areal_jax.models.architecture import ModelConfig, MoEConfig
 from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Policy
-from areal_jax.rl.losses import sft_loss
+from areal_jax.rl.token_losses import sft_loss
 from areal_jax.trainer import state
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.memory_estimate import predicted_bytes

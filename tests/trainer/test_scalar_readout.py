@@ -14,7 +14,7 @@ from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Policy
-from areal_jax.rl.losses import PolicyLoss
+from areal_jax.rl.token_losses import PolicyLoss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.programs import Objective
