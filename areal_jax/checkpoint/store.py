@@ -41,6 +41,9 @@ class CheckpointStore:
     """The `keep` newest checkpoints in `folder`.
 
     One thread saves, waits and restores; any thread may list versions.
+
+    It has more than 200 lines because saving, waiting, checking and restoring share one order of
+    files on disk, which is easier to verify in one place.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:

@@ -56,6 +56,8 @@ class Connection:
     """Calls to one worker and its replies; use it from the asyncio thread.
 
     Messages of one iteration of the event loop are sent together.
+
+    It has more than 200 lines because every way in which a worker can die ends the same calls.
     """
 
     def __init__(

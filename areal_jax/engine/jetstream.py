@@ -3,12 +3,12 @@ decode with.
 
     pip install "areal_jax[jetstream]"
 
-JetStream 0.2.2 is the last release, and drags in TensorFlow; nothing else imports this module. Its
-orchestrator asks JAX for `jax.tree_map`, which went with JAX 0.4.26: set `jax.tree_map =
-jax.tree.map` before importing `jetstream.core.orchestrator`. It reads the weights once, so that
-nothing here is interrupted, and knows no settings of single requests: all are sampled alike.
+JetStream 0.2.2 is the last release and depends on TensorFlow; nothing else imports this module. Its
+orchestrator uses `jax.tree_map`, which JAX 0.4.26 removed: set `jax.tree_map = jax.tree.map` before
+importing `jetstream.core.orchestrator`. It reads the weights once, so that decoding is never
+interrupted, and has no sampling parameters of single requests: all are sampled alike.
 
-Later JetStream, which was never released, draws the first token of an answer in `prefill`, tells
+Later JetStream, which was never released, samples the first token of an answer in `prefill`, returns
 log-probs, and inserts one prompt into several slots. What the installed package declares decides
 which of the two is spoken.
 
@@ -74,7 +74,10 @@ class Prompt(NamedTuple):
 
 class JetStreamEngine(engine_api.Engine):
     """JetStream's verbs over the engine's. Prompts are prefilled in pages of their own, and copied
-    to those of their slots."""
+    to those of their slots.
+
+    It has more than 200 lines because JetStream's interface has two forms, with one state.
+    """
 
     def __init__(
         self,

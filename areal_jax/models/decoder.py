@@ -2,6 +2,9 @@
 
 Axes: B rows, T tokens, D width, N query heads, K key-value heads, H head size, F MLP width,
 V vocabulary, L layers.
+
+The file has more than 400 lines because the modules of all families are read together: their
+parameters, axes and forward pass.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Load and save policies as Hugging Face folders: config.json and safetensors files.
 
 Axes: V vocabulary, D width, N query heads, K key-value heads, H head size, F MLP width, L layers.
+
+The file has more than 400 lines because loading and saving use one table of tensor names.
 """
 
 from __future__ import annotations

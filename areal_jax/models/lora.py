@@ -4,6 +4,8 @@ An adapter is a tree like the parameters, with a pair {"a", "b"} instead of ever
 other leaves are absent.
 
 Axes: L layers, I inputs of a matrix, O its outputs, R rank.
+
+The file has more than 400 lines because loading and saving use one table of matrices.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Settings of objectives, advantages and means: one choice per field, so that no two conflict."""
+"""Settings of objectives, advantages and means: one choice per field, so that no two conflict.
+
+The file has more than 400 lines because it lists every choice; each is a few fields.
+"""
 
 from __future__ import annotations
 

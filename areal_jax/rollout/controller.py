@@ -3,6 +3,9 @@
 The gate admits tasks. Running groups are replayed on resuming: a checkpoint holds the task and the
 completions of its generate calls. The workflow runs again, and its calls return the journaled
 completions.
+
+The file has more than 400 lines because running groups, their rejections and their snapshot share
+one state.
 """
 
 from __future__ import annotations

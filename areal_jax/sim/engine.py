@@ -76,7 +76,10 @@ class SimulatedSequence:
 
 
 class SimulatedEngine:
-    """One engine: running sequences and a queue."""
+    """One engine: running sequences and a queue.
+
+    It has more than 200 lines because prefill, decoding, swaps and preemption share one clock.
+    """
 
     def __init__(
         self,

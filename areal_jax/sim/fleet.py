@@ -25,7 +25,8 @@ from areal_jax.sim.lengths import Lengths
 class Fleet:
     """Simulated `protocols.Engine` over several engines; samples go to the least loaded one.
 
-    The lengths of a request depend on its seed only; its tokens are zeros.
+    The lengths of a request depend on its seed only; its tokens are zeros. It has more than 200
+    lines because it counts everything that the real engines count.
     """
 
     def __init__(

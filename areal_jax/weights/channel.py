@@ -34,6 +34,8 @@ class LatestWins(Generic[Sent, Arrived]):
 
     A waiting version is dropped when a newer one is sent. Each destination keeps the newest
     delivered version.
+
+    It has more than 200 lines because senders, waiters and the thread share one lock.
     """
 
     def __init__(
