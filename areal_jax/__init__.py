@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
+    from areal_jax.api.evaluating import Evaluated, evaluate
     from areal_jax.api.results import Result
+    from areal_jax.api.server import Server, generate, serve
     from areal_jax.api.training import train, train_async
     from areal_jax.config.experiment import Experiment, SFTExperiment
     from areal_jax.config.load import load_experiment
@@ -30,6 +32,7 @@ __all__ = [
     "Callback",
     "Completion",
     "EarlyStopping",
+    "Evaluated",
     "Experiment",
     "Gate",
     "Group",
@@ -40,17 +43,23 @@ __all__ = [
     "RewardResult",
     "SFTExperiment",
     "Sample",
+    "Server",
     "Task",
     "Workflow",
     "decoupled_ppo_loss",
+    "evaluate",
+    "generate",
     "load_experiment",
     "policy_loss",
+    "serve",
     "train",
     "train_async",
 ]
 
 _MODULES = {
+    "areal_jax.api.evaluating": ("Evaluated",),
     "areal_jax.api.results": ("Result",),
+    "areal_jax.api.server": ("Server", "generate"),
     "areal_jax.api.training": ("train_async",),
     "areal_jax.config.experiment": ("Experiment", "SFTExperiment"),
     "areal_jax.config.load": ("load_experiment",),
@@ -63,7 +72,11 @@ _MODULES = {
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-_FUNCTIONS = {"train": "areal_jax.api.training"}
+_FUNCTIONS = {
+    "evaluate": "areal_jax.api.evaluating",
+    "serve": "areal_jax.api.server",
+    "train": "areal_jax.api.training",
+}
 """Public functions that a submodule has the name of, with the module that defines each. The
 submodule is callable as its function, so that `areal_jax.train(...)` works whether or not
 `areal_jax.train` was imported as a module.

@@ -29,6 +29,10 @@ class NotStarted(WorkerDied):
     """A process of the run failed before it was ready, and would fail again."""
 
 
+class Unanswered(RuntimeError):
+    """Tasks of an evaluation failed that may succeed when they are tried again."""
+
+
 class NotGraded(RuntimeError):
     """A reward or tool call failed through no fault of the answer.
 

@@ -28,7 +28,7 @@ def call_beside_loop(work: Callable[[], T], request_stop: Callable[[], object], 
         asyncio.get_running_loop()
     except RuntimeError:
         return work()
-    thread, done = _start(work, name)
+    thread, done = in_own_thread(work, name)
     try:
         try:
             _wait(done)
@@ -48,7 +48,7 @@ async def call_beside(work: Callable[[], T], request_stop: Callable[[], object],
         request_stop: asks the function to end early; called on cancellation, which then waits for
             the end of the function.
     """
-    thread, done = _start(work, name)
+    thread, done = in_own_thread(work, name)
     waiting = asyncio.wrap_future(done)
     try:
         return await asyncio.shield(waiting)
@@ -68,7 +68,8 @@ def _wait(done: Future[T]) -> None:
         pass
 
 
-def _start(work: Callable[[], T], name: str) -> tuple[threading.Thread, Future[T]]:
+def in_own_thread(work: Callable[[], T], name: str) -> tuple[threading.Thread, Future[T]]:
+    """Call a function in its own daemon thread; the thread, and its outcome."""
     done = Future[T]()
 
     def run() -> None:

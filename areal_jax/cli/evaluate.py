@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal_jax.api.evaluating import named_inputs, run_evaluation
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.cli.arguments import (
     answer,
@@ -17,14 +18,12 @@ from areal_jax.cli.arguments import (
     named_experiment,
 )
 from areal_jax.cli.settings_help import wrap_names
-from areal_jax.cluster.environment import prepare
 from areal_jax.cluster.signals import interruptible
 from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import CONFIG_FILE
-from areal_jax.config.overrides import parse_overrides, settings
-from areal_jax.config.policy_names import NamedPolicy, named_policy
-from areal_jax.data.benchmarks import BENCHMARKS, find_benchmark
-from areal_jax.errors import ConfigError
+from areal_jax.config.overrides import parse_overrides
+from areal_jax.data.benchmarks import BENCHMARKS
+from areal_jax.errors import ConfigError, Unanswered
 
 USAGE = f"""\
 usage: areal-evaluate --exp=NAME [checkpoint=WHERE] [data=WHAT] [a.b=c ...] [options]
@@ -81,37 +80,12 @@ def _run(arguments: argparse.Namespace) -> int:
     shown = named_experiment(arguments) if has_experiment(arguments) else Experiment
     if answer(arguments, usage, shown):
         return 0
-    server = where if where.startswith(("http://", "https://")) else None
-    named = named_policy(where, "checkpoint") if where and not server else NamedPolicy({})
-    if named.checkpoint is not None and not has_experiment(arguments):
-        arguments.config = named.checkpoint.folder / CONFIG_FILE
-    implied = [f"policy.{key}={text}" for key, text in named.settings.items()]
-    if data:
-        implied += _tasks_of(data)
-    arguments.overrides = [*implied, *arguments.overrides]
-    experiment = named_experiment(arguments)
-    # jax reads its flags when it is first imported: imports of jax come after this.
-    prepare(experiment.placement)
-    from areal_jax.run import evaluation
-
+    inputs = named_inputs(where, data)
+    if inputs.checkpoint is not None and not has_experiment(arguments):
+        arguments.config = inputs.checkpoint.folder / CONFIG_FILE
+    arguments.overrides = [*inputs.overrides, *arguments.overrides]
     try:
-        evaluation.run(
-            experiment, checkpoint=named.checkpoint, server=server, folder=arguments.folder
-        )
-    except evaluation.Unanswered as error:
+        run_evaluation(named_experiment(arguments), inputs, arguments.folder)
+    except Unanswered as error:
         return fail(f"{error}", 1)
     return 0
-
-
-def _tasks_of(data: str) -> list[str]:
-    """Overrides that select all tasks that `data=` names."""
-    try:
-        source = find_benchmark(data)
-    except (OSError, ValueError) as error:
-        raise ConfigError(str(error)) from error
-    listed = settings(source, "eval_tasks.").values()
-    return [
-        f"eval_tasks={type(source).__name__}",
-        *(f"{setting.key}={setting.text()}" for setting in listed),
-        "evaluation.num_tasks=none",
-    ]

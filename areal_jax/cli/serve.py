@@ -8,12 +8,10 @@ import logging
 import secrets
 from collections.abc import Sequence
 
+from areal_jax.api.server import listening_server, read_config
 from areal_jax.cli.arguments import answer, config_parser, fail
-from areal_jax.cluster.environment import prepare
 from areal_jax.cluster.signals import SIGNALS, Interruption, interruptible, save_handlers
-from areal_jax.config.overrides import assign, build, from_text, parse_overrides, settings
 from areal_jax.errors import ConfigError
-from areal_jax.parallel.config import PlacementConfig
 from areal_jax.serve.config import ServeConfig
 
 logger = logging.getLogger("areal_jax.serve")
@@ -53,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         interruption.advice = lambda: "no request was running"
         try:
             config = read_config(command.overrides)
-            # jax reads its flags when it is first imported: imports of jax come after this.
             logger.info("loading %s", config.model)
-            prepare(PlacementConfig(simulated_devices=config.simulated_devices))
             return asyncio.run(serve(config, interruption))
         except ConfigError as error:
             return fail(f"{error}", 2)
@@ -63,25 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return interruption.refused(interrupt)
 
 
-def read_config(overrides: Sequence[str]) -> ServeConfig:
-    """Read settings from `a.b=c` overrides.
-
-    Raises:
-        ConfigError: a setting is unknown, of another type, or out of bounds.
-    """
-    config = build(
-        ServeConfig, assign(parse_overrides(overrides), settings(ServeConfig), from_text)
-    )
-    if config.api_key == "":
-        raise ConfigError("api_key= is empty: expected a token; leave api_key out to generate one")
-    return config
-
-
 async def serve(config: ServeConfig, interruption: Interruption) -> int:
     """Serve until a signal, or until the engine stops; the exit status."""
-    from areal_jax.run.serving import engine_backend
-    from areal_jax.serve.app import App, listening
-
     stop, loop, restore = asyncio.Event(), asyncio.get_running_loop(), save_handlers()
 
     def request_stop() -> None:
@@ -92,28 +71,18 @@ async def serve(config: ServeConfig, interruption: Interruption) -> int:
         restore()
 
     api_key = config.api_key or secrets.token_urlsafe(24)
-    async with engine_backend(config, api_key) as source:
+    async with listening_server(config, api_key) as (app, model, base_url):
         for number in SIGNALS:
             loop.add_signal_handler(number, request_stop)
         # Without this, a large answer makes the garbage collector walk all objects of jax, while all
         # threads wait.
         gc.collect()
         gc.freeze()
-        app = App(source, config.limits, source.measure)
-        try:
-            async with listening(
-                app, config.host, config.port, config.limits.shutdown_timeout_s
-            ) as port:
-                print(f"{source.model} answers at http://{config.host}:{port}/v1", flush=True)
-                if config.api_key is None:
-                    print(f"bearer token: {api_key}", flush=True)
-                ends = [loop.create_task(event.wait()) for event in (stop, app.stopped)]
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                for end in ends:
-                    end.cancel()
-        except OSError as error:
-            raise ConfigError(
-                f"host={config.host} port={config.port}: cannot listen there "
-                f"({error.strerror or error})"
-            ) from error
+        print(f"{model} answers at {base_url}", flush=True)
+        if config.api_key is None:
+            print(f"bearer token: {api_key}", flush=True)
+        ends = [loop.create_task(event.wait()) for event in (stop, app.stopped)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
         return 1 if app.stopped.is_set() else 0

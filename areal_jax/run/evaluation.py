@@ -7,8 +7,9 @@ import asyncio
 import hashlib
 import json
 import re
+import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import (
     AsyncExitStack,
     ExitStack,
@@ -19,15 +20,17 @@ from contextlib import (
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
+from typing import Any, TypeVar
 
+from areal_jax.cluster.signals import Interrupted
 from areal_jax.config.experiment import AnyExperiment
 from areal_jax.config.overrides import JSON, to_json
 from areal_jax.config.policy_names import RunCheckpoint
 from areal_jax.data.sources import load_tasks
-from areal_jax.errors import ConfigError, EngineStopped, InvalidRequest, config_errors
+from areal_jax.errors import ConfigError, EngineStopped, InvalidRequest, Unanswered, config_errors
 from areal_jax.evaluation.answers import Answer, AnswerFolder
 from areal_jax.evaluation.report import TIMES, summary, write_report
-from areal_jax.evaluation.results import compute_results
+from areal_jax.evaluation.results import Results, compute_results
 from areal_jax.evaluation.scoring import answer_all
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
@@ -36,10 +39,14 @@ from areal_jax.metrics.progress import Progress, facts_of_evaluation
 from areal_jax.records import Task
 from areal_jax.rewards.service import RewardService
 from areal_jax.run.answerers import Local, Remote, find_local, find_server
+from areal_jax.run.callbacks import RunControl
 from areal_jax.run.claim import claimed, writable
 from areal_jax.run.grading import start_rewards
 from areal_jax.run.plan_report import count_text
+from areal_jax.run.stopping import StopRequest
 from areal_jax.workflows.from_config import find_tools_config
+
+T = TypeVar("T")
 
 EVALUATIONS_FOLDER = Path("evaluations")
 
@@ -53,25 +60,27 @@ DECIDING = (
 NOT_DECIDING = ("rewards.num_workers",)
 
 
-class Unanswered(RuntimeError):
-    """The engine stopped, or tasks failed that may succeed when they are tried again."""
-
-
 def run(
     experiment: AnyExperiment,
     *,
     checkpoint: RunCheckpoint | None,
     server: str | None,
     folder: Path | None,
-) -> None:
+    control: RunControl,
+) -> tuple[Path, Results]:
     """Answer the tasks that the folder lacks, grade the answers, and write the report.
 
     Args:
         checkpoint: of a run, instead of the experiment's policy.
         server: URL of a server, instead of either.
         folder: None: one named after the settings.
+        control: the caller's stop requests.
+
+    Returns:
+        The folder, and the results.
 
     Raises:
+        Interrupted: the caller asked to stop.
         ConfigError: an input is missing or does not fit.
         Unanswered: no task was answered, or tasks failed that may succeed when they are tried
             again.
@@ -107,14 +116,23 @@ def run(
         with closing(progress):
             write_description(folder, headline, to_json(experiment), answerer.devices)
             try:
-                failures = asyncio.run(
-                    _answer(experiment, tasks, found.kinds, answerer, answers, progress)
-                )
+                answering = _answer(experiment, tasks, found.kinds, answerer, answers, progress)
+                failures = asyncio.run(_until_stopped(answering, control))
             except EngineStopped as error:
                 raise Unanswered(
                     f"{error}; the same command answers the remaining tasks"
                 ) from error
-            _report(experiment, headline, settings, tasks, answers, failures, progress)
+            results = _report(experiment, headline, settings, tasks, answers, failures, progress)
+    return folder, results
+
+
+async def _until_stopped(answering: Coroutine[Any, Any, T], control: RunControl) -> T:
+    stop = StopRequest()
+    with control.stopping(stop):
+        failures = await stop.unless_set(answering)
+    if failures is None:
+        raise Interrupted(signal.SIGINT, "stopped by SIGINT; the same call resumes it")
+    return failures
 
 
 def _report(
@@ -125,7 +143,7 @@ def _report(
     answers: AnswerFolder,
     failures: Mapping[int, Exception],
     progress: Progress,
-) -> None:
+) -> Results:
     """Write the report of the answers so far.
 
     Raises:
@@ -148,6 +166,7 @@ def _report(
             f"{len(again)} of {len(tasks)} problems failed, {results.treatment}, the last: "
             f"{again[-1]}; the same command tries them again"
         )
+    return results
 
 
 @contextmanager

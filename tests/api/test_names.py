@@ -41,6 +41,31 @@ assert "jax" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("order", "first"),
+    [
+        ("import areal_jax.serve", "model"),
+        ("import areal_jax.serve.app", "model"),
+        ("import areal_jax.serve.__main__", "model"),
+        ("import areal_jax.evaluate", "experiment"),
+        ("import areal_jax.cli.evaluate", "experiment"),
+    ],
+)
+def test_functions_that_share_names_with_modules_are_callable(order: str, first: str) -> None:
+    name = "serve" if "serve" in order else "evaluate"
+    code = f"""
+{order}
+import inspect, areal_jax
+assert next(iter(inspect.signature(areal_jax.{name}).parameters)) == "{first}"
+from areal_jax import {name}
+assert {name} is areal_jax.{name} and callable({name})
+import areal_jax.serve.app
+assert areal_jax.serve.app.App
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_all_public_names_resolve() -> None:
     assert {name for name in areal_jax.__all__ if getattr(areal_jax, name) is None} == set()
     assert set(areal_jax.__all__) <= set(dir(areal_jax))
