@@ -56,7 +56,7 @@ ORDERS = {
             "run.grading",
             "run.preflight_findings",
         ),
-        ("run.plan_report", "run.checks"),
+        ("run.plan_report", "run.checks", "run.preflight_trials"),
         ("run.make_plan", "run.recording"),
         ("run.checkpointing", "run.periodic_evaluation", "run.liveness", "run.trial_update"),
         ("run.local_engines", "run.worker_roles", "run.preflight"),

@@ -67,8 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status, with one message on stderr where it is not 0: 2 for invalid input or a folder
         that another process has claimed; 1 where training diverges or learns nothing, every group
-        is rejected, the run stalls, a process of a cluster dies, another process takes over the run
-        folder, or the disk is full; 130 and 143 where SIGINT or SIGTERM ended the run early.
+        is rejected, a preflight has findings, the run stalls, a process of a cluster dies, another
+        process takes over the run folder, or the disk is full; 130 and 143 where SIGINT or SIGTERM
+        ended the run early.
     """
     with interruptible() as interruption:
         interruption.advice = lambda: "nothing was trained"

@@ -13,10 +13,8 @@ import os
 import re
 import shlex
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,20 +28,15 @@ from areal_jax.config.experiment import AnyExperiment, Experiment, PreferenceExp
 from areal_jax.config.load import find_experiment, load_experiment
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.preferences import PreferencePair
-from areal_jax.data.references import Reference, find_references
 from areal_jax.data.sft import SupervisedExample
-from areal_jax.data.sources import TaskSet, format_skipped
+from areal_jax.data.sources import format_skipped
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.errors import ConfigError, config_errors, first_error
+from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models.hf import read_config
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.protocols import Tools
-from areal_jax.records import Group, Task, ToolResult
-from areal_jax.rewards.service import RewardService
+from areal_jax.records import Group
 from areal_jax.run.checkpointing import POLICY
 from areal_jax.run.checks import find_unreadable
-from areal_jax.run.generation import start_agents, workflow_of
-from areal_jax.run.grading import probe_rewards, start_rewards
 from areal_jax.run.make_plan import find_examples, load_task_sets
 from areal_jax.run.plan import TrainingPlan
 from areal_jax.run.preflight_findings import (
@@ -54,46 +47,24 @@ from areal_jax.run.preflight_findings import (
     find_no_signal,
     make_rows,
 )
+from areal_jax.run.preflight_trials import Trials
 from areal_jax.run.prompt_limits import limit_prompts
-from areal_jax.run.scripted_policy import (
-    FORMS,
-    Script,
-    ScriptedPolicy,
-    write_candidates,
-    write_exploits,
-    write_scripts,
-)
 from areal_jax.run.trial_update import (
     UpdateResult,
     make_tiny_plan,
     update_from_examples,
     update_from_groups,
 )
-from areal_jax.workflows.agent import Runner
 from areal_jax.workflows.config import Agent
-from areal_jax.workflows.from_config import find_tools_config
 
 T = TypeVar("T")
 
 COMMAND = "areal-train"
 """How docstrings of experiments write the training command."""
 
-NUM_SEARCHED = 64
-"""First rows of a source, among which tasks of every kind and family are chosen."""
-
-MIN_TASKS, MAX_TASKS = 3, 8
-"""Tasks of each kind."""
-
-MAX_CODE_TASKS = 3
-"""The same for programs, which take longest."""
-
-MAX_BUDGET = 512
-"""Tokens after which an answer is truncated in the trials, if engine.max_new_tokens is higher."""
-
 NUM_EXAMPLES = 32
 """Examples of the update of fine-tuning."""
 
-TRIAL_TIMEOUT_S = 120.0
 AGENT_TIMEOUT_S = 30.0
 
 
@@ -120,18 +91,6 @@ class PreflightReport:
     update: UpdateResult | None = None
     findings: Sequence[Finding] = ()
     seconds: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class CountedTools:
-    """Tools that count their calls."""
-
-    tools: Tools
-    calls: Counter[str] = field(default_factory=Counter)
-
-    async def __call__(self, tool: str, argument: str) -> ToolResult:
-        self.calls[tool] += 1
-        return await self.tools(tool, argument)
 
 
 def run_preflight(experiment: AnyExperiment, source: str | None) -> PreflightReport:
@@ -237,7 +196,7 @@ def _try_tasks(
     notes = list(limited.warnings)
     if tasks.skipped:
         notes.append(f"tasks: skipped {format_skipped(tasks.skipped)}")
-    trials = asyncio.run(_Trials(experiment, tokenizer, notes).run(tasks, eval_tasks))
+    trials = asyncio.run(Trials(experiment, tokenizer, notes).run(tasks, eval_tasks))
     groups = [
         [trial for trial in trials.made if trial.task.id == id]
         for id in dict.fromkeys(trial.task.id for trial in trials.made)
@@ -256,125 +215,6 @@ def _try_tasks(
         update=update,
         findings=findings,
     )
-
-
-class _Trials:
-    """Scripts of the first tasks, each through the experiment's workflow to a reward."""
-
-    def __init__(self, experiment: Experiment, tokenizer: HFTokenizer, notes: list[str]) -> None:
-        self._experiment, self._tokenizer, self._notes = experiment, tokenizer, notes
-        self.budget = min(experiment.engine.max_new_tokens, MAX_BUDGET)
-        self.made: list[Trial] = []
-        self.findings: list[Finding] = []
-
-    async def run(self, tasks: TaskSet, eval_tasks: TaskSet) -> _Trials:
-        """Make all trials."""
-        experiment = self._experiment
-        service = RewardService(
-            experiment.rewards,
-            frozenset(tasks.kinds | eval_tasks.kinds),
-            find_tools_config(experiment.workflow),
-            logs_failures=False,
-        )
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(service)
-            agents = await start_agents(stack, experiment, self._tokenizer)
-            await start_rewards(service, experiment, say=self._note)
-            try:
-                await probe_rewards(service.grade, experiment, eval_tasks.tasks, say=self._note)
-            except ConfigError as error:
-                remedy = "change eval_tasks or rewards"
-                self.findings.append(Finding("eval_tasks", "graded answers", f"{error}", remedy))
-            chosen = _choose(tasks.tasks)
-            references = find_references(experiment.tasks, tasks.tasks, chosen)
-            by_kind: dict[str, list[tuple[Task, Reference | None]]] = {}
-            for index, reference in zip(chosen, references, strict=True):
-                task = tasks.tasks[index]
-                by_kind.setdefault(task.kind, []).append((task, reference))
-            for kind, of_kind in by_kind.items():
-                await self._try_kind(kind, of_kind, service, agents)
-        return self
-
-    def _note(self, warning: str) -> None:
-        self._notes.append(warning.removeprefix("warning: "))
-
-    async def _try_kind(
-        self,
-        kind: str,
-        of_kind: Sequence[tuple[Task, Reference | None]],
-        service: RewardService,
-        agents: Runner | None,
-    ) -> None:
-        if missing := sum(reference is None for _, reference in of_kind):
-            self._notes.append(
-                f"{missing} of {len(of_kind)} tasks of kind {kind} have no reference answer in "
-                "their source: no right answer is tried on them"
-            )
-        running = asyncio.Semaphore(self._experiment.rewards.num_workers)
-
-        async def attempt(task: Task, script: Script) -> Trial:
-            async with running:
-                return await self._attempt(task, script, service, agents)
-
-        form = FORMS[0]
-        solved = [(task, reference) for task, reference in of_kind if reference is not None]
-        if solved:
-            candidates = list(write_candidates(*solved[0]))
-            tried = await asyncio.gather(
-                *(attempt(solved[0][0], script) for _, script in candidates)
-            )
-            rewards = [trial.reward if trial.samples else -math.inf for trial in tried]
-            form = candidates[int(np.argmax(rewards))][0]
-            longest = max(tried[int(np.argmax(rewards))].num_tokens, 1)
-            self.budget = min(self._experiment.engine.max_new_tokens, max(self.budget, 4 * longest))
-        scripts = [
-            (task, script)
-            for task, reference in of_kind
-            for script in write_scripts(self._experiment, task, reference, form)
-        ]
-        scripts += [(of_kind[0][0], script) for script in write_exploits(*of_kind[0], form)]
-        # By task, so that the samples of a group lie together.
-        self.made += await asyncio.gather(*(attempt(*each) for each in scripts))
-
-    async def _attempt(
-        self, task: Task, script: Script, service: RewardService, agents: Runner | None
-    ) -> Trial:
-        tools = CountedTools(service.use)
-        policy = ScriptedPolicy(script, self._tokenizer, self.budget)
-        samples, failure = (), ""
-        try:
-            workflow = workflow_of(self._experiment, self._tokenizer, 1, tools, agents)
-            async with asyncio.timeout(TRIAL_TIMEOUT_S):
-                samples = await workflow(task, policy, service)
-        except Exception as error:  # the user's reward function, agent or template
-            cause = first_error(error)
-            failure = f"{type(cause).__name__}: {cause}".partition("\n")[0]
-        return Trial(
-            script=script,
-            task=task,
-            samples=samples,
-            error=failure,
-            tools=tools.calls,
-            num_tokens=max(policy.outputs, default=0),
-        )
-
-
-def _choose(tasks: Sequence[Task]) -> list[int]:
-    """Indices of a few tasks of every kind, and of every family if there is room."""
-    first = list(islice(tasks, NUM_SEARCHED))
-    chosen: dict[str, list[int]] = {}
-    families = set[tuple[str, str]]()
-    for is_filling in (False, True):
-        for index, task in enumerate(first):
-            of_kind = chosen.setdefault(task.kind, [])
-            most = MAX_CODE_TASKS if task.kind == "code" else MAX_TASKS
-            is_new = (task.kind, task.family) not in families
-            is_wanted = len(of_kind) < MIN_TASKS if is_filling else is_new and len(of_kind) < most
-            # A row may occur twice.
-            if is_wanted and all(first[other].id != task.id for other in of_kind):
-                families.add((task.kind, task.family))
-                of_kind.append(index)
-    return [index for of_kind in chosen.values() for index in sorted(of_kind)]
 
 
 def _has_reference(trials: Sequence[Trial]) -> bool:

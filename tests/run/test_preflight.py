@@ -287,6 +287,44 @@ def test_programs_with_solutions_are_tried_with_exploits(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_a_code_grader_that_trusts_exit_codes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import subprocess, sys\n"
+        "def naive(task, answer):\n"
+        "    program = answer.partition('```python')[2].partition('```')[0]\n"
+        "    command = [sys.executable, '-c', program or '1/0']\n"
+        "    done = subprocess.run(command, input='1', text=True, capture_output=True)\n"
+        "    return done.returncode == 0\n"
+    )
+    path = write_rows(tmp_path / "code.jsonl", [APPS])
+    settings = ["tasks=Files", f"tasks.path={path}", "evaluation.every_steps=0"]
+    settings += ["policy.path=embedded", f"rewards.function={tmp_path}/own.py:naive"]
+    settings += ["engine.max_prompt_tokens=256", "rewards.timeout_s=4"]
+    report = run("code", *settings)
+    rewarded = {finding.what for finding in report.findings}
+    assert {"wrong, code", "exploit: exits with 0, code"} <= rewarded
+    assert row_of(report, "exploit: exits with 0", "code").rewards == [5.0]
+    assert row_of(report, "exploit: exits with the code of success", "code").rewards == [-5.0]
+    assert row_of(report, "truncated", "code").rewards == [-5.0]
+
+
+@pytest.mark.slow
+def test_answers_are_tried_in_the_form_that_is_rewarded(tmp_path: Path, gsm8k: list[str]) -> None:
+    (tmp_path / "own.py").write_text(
+        "import re\n"
+        "def verl(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    found = re.search('<answer>(.*?)</answer>', solution_str, re.DOTALL)\n"
+        "    return float(bool(found) and found[1].strip() == ground_truth)\n"
+    )
+    report = run("gsm8k", *gsm8k, f"rewards.function={tmp_path}/own.py:verl")
+    assert findings(report) == []
+    assert (
+        "answers of kind math are rewarded in the form '<answer>{plain}</answer>'" in report.notes
+    )
+    assert row_of(report, "reference").rewards == [5.0] * 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "dpo", "reward_model"])
 def test_examples_are_packed_and_learned(name: str) -> None:
     report = run(name, "examples.num_tasks=64")
