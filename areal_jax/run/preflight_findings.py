@@ -76,10 +76,10 @@ def make_rows(trials: Sequence[Trial], advantages: Sequence[float]) -> list[Row]
         advantages: mean advantage of each trial's tokens; nan if it has none.
     """
     paired = list(zip(trials, advantages, strict=True))
-    order = list(dict.fromkeys(map(_key, trials)))
-    paired.sort(key=lambda pair: order.index(_key(pair[0])))
+    order = list(dict.fromkeys(map(_key_of, trials)))
+    paired.sort(key=lambda pair: order.index(_key_of(pair[0])))
     rows = []
-    for (kind, script), group in groupby(paired, key=lambda pair: _key(pair[0])):
+    for (kind, script), group in groupby(paired, key=lambda pair: _key_of(pair[0])):
         of_row = list(group)
         made = [trial for trial, _ in of_row if trial.samples]
         grades = Counter(
@@ -110,7 +110,7 @@ def find_faults(
     for trial in trials:
         by_task.setdefault(trial.task.id, []).append(trial)
     bounds = {id: _bound(experiment, of_task) for id, of_task in by_task.items()}
-    unreached = {id(trial) for trial in trials if trial.samples and _unreached(trial)}
+    unreached = {id(trial) for trial in trials if trial.samples and _find_unreached(trial)}
 
     def is_unrewarded(trial: Trial) -> bool:
         bound = bounds[trial.task.id]
@@ -128,12 +128,12 @@ def find_faults(
     def is_too_long(trial: Trial) -> bool:
         return trial.script.is_right is True and trial.num_tokens > experiment.engine.max_new_tokens
 
-    yield from _summed(trials, lambda trial: bool(trial.error), _describe_failure, experiment)
-    for trial in _firsts(trials, lambda trial: id(trial) in unreached):
+    yield from _sum_up(trials, lambda trial: bool(trial.error), _describe_failure, experiment)
+    for trial in _find_firsts(trials, lambda trial: id(trial) in unreached):
         yield _describe_unreached(experiment, trial, tokenizer)
-    yield from _summed(trials, is_unrewarded, _describe_unrewarded, experiment)
-    yield from _summed(trials, is_overrewarded, _describe_overrewarded, experiment)
-    yield from _summed(trials, is_too_long, _describe_too_long, experiment)
+    yield from _sum_up(trials, is_unrewarded, _describe_unrewarded, experiment)
+    yield from _sum_up(trials, is_overrewarded, _describe_overrewarded, experiment)
+    yield from _sum_up(trials, is_too_long, _describe_too_long, experiment)
 
 
 def find_no_signal(
@@ -176,21 +176,21 @@ def find_no_signal(
         remedy = "change trainer.shaping" if is_shaped else _reward_setting(experiment, grade)
         yield Finding("signal of groups", "rewards that differ in some group", found, remedy)
         return
-    reversed_ = [
+    inverted = [
         made[0].task.id
         for rewards_G, shaped_G, made in shaped
         if len(made) > 1 and shaped_G[rewards_G.argmax()] < shaped_G[rewards_G.argmin()]
     ]
-    if reversed_:
+    if inverted:
         yield Finding(
             "shaped rewards",
             "the best answer above the worst",
-            f"the opposite on {len(reversed_)} of {len(shaped)} tasks",
+            f"the opposite on {len(inverted)} of {len(shaped)} tasks",
             "change trainer.shaping",
         )
 
 
-def _key(trial: Trial) -> tuple[str, str]:
+def _key_of(trial: Trial) -> tuple[str, str]:
     return trial.task.kind, trial.script.name
 
 
@@ -223,48 +223,48 @@ def _bound(experiment: Experiment, of_task: Sequence[Trial]) -> float | None:
     return experiment.rewards.correct if experiment.rewards.scale == "unit" else None
 
 
-def _unreached(trial: Trial) -> list[str]:
+def _find_unreached(trial: Trial) -> list[str]:
     return [tool for tool in trial.script.calls if not trial.tools[tool]]
 
 
-def _firsts(trials: Sequence[Trial], is_meant: Callable[[Trial], bool]) -> list[Trial]:
-    """The first trial of each kind and script that is meant."""
-    return list({_key(trial): trial for trial in reversed(trials) if is_meant(trial)}.values())[
+def _find_firsts(trials: Sequence[Trial], is_faulty: Callable[[Trial], bool]) -> list[Trial]:
+    """The first trial of each kind and script that is faulty."""
+    return list({_key_of(trial): trial for trial in reversed(trials) if is_faulty(trial)}.values())[
         ::-1
     ]
 
 
-def _summed(
+def _sum_up(
     trials: Sequence[Trial],
-    is_meant: Callable[[Trial], bool],
+    is_faulty: Callable[[Trial], bool],
     describe: Callable[[Experiment, Trial, str], Finding],
     experiment: Experiment,
 ) -> Iterator[Finding]:
     """One finding for each kind and script, with the number of tasks."""
-    for first in _firsts(trials, is_meant):
-        of_key = [trial for trial in trials if _key(trial) == _key(first)]
-        count = f"on {sum(map(is_meant, of_key))} of {len(of_key)} tasks, such as {first.task.id}"
+    for first in _find_firsts(trials, is_faulty):
+        of_key = [trial for trial in trials if _key_of(trial) == _key_of(first)]
+        count = f"on {sum(map(is_faulty, of_key))} of {len(of_key)} tasks, such as {first.task.id}"
         yield describe(experiment, first, count)
 
 
-def _named(trial: Trial) -> str:
+def _name_of(trial: Trial) -> str:
     return f"{trial.script.name}, {trial.task.kind}"
 
 
-def _said(trial: Trial) -> str:
+def _quote(trial: Trial) -> str:
     said = repr(trial.script.turns[-1][-80:])
     return f"{said}, truncated," if trial.script.is_cut else said
 
 
 def _describe_failure(experiment: Experiment, trial: Trial, count: str) -> Finding:
     return Finding(
-        _named(trial), "a reward", f"{trial.error} {count}", _reward_setting(experiment, "")
+        _name_of(trial), "a reward", f"{trial.error} {count}", _reward_setting(experiment, "")
     )
 
 
 def _describe_unrewarded(experiment: Experiment, trial: Trial, count: str) -> Finding:
     sample = trial.samples[-1]
-    found = f"{trial.reward:g} ({sample.grade}) for {_said(trial)} {count}"
+    found = f"{trial.reward:g} ({sample.grade}) for {_quote(trial)} {count}"
     remedy = _reward_setting(experiment, sample.grade)
     if sample.stop_reason == "length":
         remedy = (
@@ -272,7 +272,7 @@ def _describe_unrewarded(experiment: Experiment, trial: Trial, count: str) -> Fi
             f"{experiment.engine.max_prompt_tokens}; raise it"
         )
     return Finding(
-        _named(trial),
+        _name_of(trial),
         f"the reward of a right answer, {experiment.rewards.correct:g}",
         found,
         remedy,
@@ -283,13 +283,13 @@ def _describe_overrewarded(experiment: Experiment, trial: Trial, count: str) -> 
     remedy = _reward_setting(experiment, trial.samples[-1].grade)
     if trial.task.kind == "code" and experiment.rewards.function is None:
         remedy = "set rewards.sandbox.isolation=bubblewrap, and check the tests of the task"
-    found = f"{trial.reward:g} ({trial.samples[-1].grade}) for {_said(trial)} {count}"
-    return Finding(_named(trial), "less than the reward of a right answer", found, remedy)
+    found = f"{trial.reward:g} ({trial.samples[-1].grade}) for {_quote(trial)} {count}"
+    return Finding(_name_of(trial), "less than the reward of a right answer", found, remedy)
 
 
 def _describe_too_long(experiment: Experiment, trial: Trial, count: str) -> Finding:
     return Finding(
-        _named(trial),
+        _name_of(trial),
         f"at most engine.max_new_tokens={experiment.engine.max_new_tokens} tokens",
         f"{trial.num_tokens} tokens {count}",
         f"set engine.max_new_tokens to at least {trial.num_tokens}",
@@ -297,8 +297,8 @@ def _describe_too_long(experiment: Experiment, trial: Trial, count: str) -> Find
 
 
 def _describe_unreached(experiment: Experiment, trial: Trial, tokenizer: Tokenizer) -> Finding:
-    tool, turn = _unreached(trial)[0], trial.script.turns[0]
-    what = f"tools, {_named(trial)}"
+    tool, turn = _find_unreached(trial)[0], trial.script.turns[0]
+    what = f"tools, {_name_of(trial)}"
     return Finding(
         what,
         f"a call of {tool} to reach it",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from areal_jax.data import policy_files
 from areal_jax.data.config import Files, Hub, PromptConfig, Synthetic
 from areal_jax.data.policy_files import EMBEDDED, resolve_policy_folder
 from areal_jax.data.problems import SyntheticProblems
@@ -323,6 +325,23 @@ def test_policy_folder_is_embedded_local_or_from_the_hub(hub_cache: Path, tmp_pa
         FileNotFoundError, match="expected 'embedded', an existing folder, or a hub name"
     ):
         resolve_policy_folder("./no/such/folder")
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_weights_are_downloaded_only_where_they_are_needed(
+    has_weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    asked: list[str] = []
+
+    def fetch(name: str, kind: str, patterns: Sequence[str]) -> Path:
+        asked.extend(patterns)
+        return tmp_path
+
+    monkeypatch.setattr(policy_files, "fetch", fetch)
+    assert resolve_policy_folder("owner/name", has_weights=has_weights) == tmp_path
+    assert {"*.json", "*.jinja"} <= set(asked)
+    assert ("*.safetensors" in asked) == has_weights
 
 
 def test_generated_problems_become_tasks_on_access() -> None:
