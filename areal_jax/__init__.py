@@ -20,17 +20,22 @@ if TYPE_CHECKING:
     from areal_jax.api.training import train, train_async
     from areal_jax.config.experiment import Experiment, SFTExperiment
     from areal_jax.config.load import load_experiment
+    from areal_jax.data.config import Rows
     from areal_jax.protocols import Workflow
     from areal_jax.records import Completion, Group, Message, RewardResult, Sample, Task
     from areal_jax.rl.losses import decoupled_ppo_loss, policy_loss
     from areal_jax.rl.token_losses import PolicyLoss
     from areal_jax.rollout.gate import Gate
     from areal_jax.run.callbacks import STOP, Callback, EarlyStopping, KeepBest
+    from areal_jax.workflows.config import CustomWorkflow
+    from areal_jax.workflows.custom import Chat
 
 __all__ = [
     "STOP",
     "Callback",
+    "Chat",
     "Completion",
+    "CustomWorkflow",
     "EarlyStopping",
     "Evaluated",
     "Experiment",
@@ -41,6 +46,7 @@ __all__ = [
     "PolicyLoss",
     "Result",
     "RewardResult",
+    "Rows",
     "SFTExperiment",
     "Sample",
     "Server",
@@ -63,12 +69,15 @@ _MODULES = {
     "areal_jax.api.training": ("train_async",),
     "areal_jax.config.experiment": ("Experiment", "SFTExperiment"),
     "areal_jax.config.load": ("load_experiment",),
+    "areal_jax.data.config": ("Rows",),
     "areal_jax.protocols": ("Workflow",),
     "areal_jax.records": ("Completion", "Group", "Message", "RewardResult", "Sample", "Task"),
     "areal_jax.rl.losses": ("decoupled_ppo_loss", "policy_loss"),
     "areal_jax.rl.token_losses": ("PolicyLoss",),
     "areal_jax.rollout.gate": ("Gate",),
     "areal_jax.run.callbacks": ("STOP", "Callback", "EarlyStopping", "KeepBest"),
+    "areal_jax.workflows.config": ("CustomWorkflow",),
+    "areal_jax.workflows.custom": ("Chat",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "areal_jax"
 
 FLOORS = (
-    ("records", "protocols", "bounds", "errors", "json_files", "metrics", "parallel", "threads"),
+    (
+        *("records", "protocols", "bounds", "errors", "json_files", "python_objects"),
+        *("metrics", "parallel", "threads"),
+    ),
     ("rl", "models", "data", "reports"),
     ("engine", "trainer", "weights", "rewards", "checkpoint"),
     ("workflows", "rollout", "evaluation", "serve"),
@@ -35,7 +38,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 ORDERS = {
     "floor 0": (
-        ("records", "bounds", "errors", "json_files", "threads"),
+        ("records", "bounds", "errors", "json_files", "python_objects", "threads"),
         ("protocols", "metrics", "parallel"),
     ),
     "run": (
@@ -114,6 +117,7 @@ JAX_FREE = (
     "bounds",
     "errors",
     "json_files",
+    "python_objects",
     "metrics",
     "reports",
     "threads",

@@ -11,12 +11,14 @@ from areal_jax.config.overrides import (
     settings,
 )
 from areal_jax.data.config import Files, Hub
+from areal_jax.errors import ConfigError
 from areal_jax.parallel.config import PlacementConfig
+from areal_jax.python_objects import PREFIX, is_missing
 from areal_jax.rewards.tools import TOOLS
 from areal_jax.rl.config import GAE, GroupNormalized, LeaveOneOut, Reference
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.trainer.config import Critic, TrainerConfig
-from areal_jax.workflows.config import Agent, MultiTurn, ToolUse
+from areal_jax.workflows.config import Agent, CustomWorkflow, MultiTurn, SingleTurn, ToolUse
 
 
 def contradictions(experiment: AnyExperiment) -> Iterator[str]:
@@ -24,6 +26,8 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     yield from _one_adapter(experiment)
     yield from _no_offload_with_adapter(experiment)
     yield from _raw_rewards(experiment)
+    yield from _python_objects(experiment)
+    yield from _known_workflow(experiment)
     yield from _usable_tools(experiment)
     yield from _agent_program(experiment)
     yield from _placement_under_ray(experiment)
@@ -150,6 +154,45 @@ def _signal(experiment: Experiment) -> Iterator[str]:
         yield (
             f"rewards.correct={experiment.rewards.correct} is not above "
             f"rewards.wrong={experiment.rewards.wrong}; raise the first or lower the second"
+        )
+
+
+def _python_objects(experiment: AnyExperiment) -> Iterator[str]:
+    """Objects without import path stay in this process."""
+    for setting in settings(experiment).values() if isinstance(experiment.launch, Ray) else ():
+        if isinstance(setting.value, str) and setting.value.startswith(PREFIX):
+            yield (
+                f"{setting.key}={setting.value} is a Python object without import path, which other "
+                "processes cannot import; define it in a file, or set launch=Local"
+            )
+
+
+def require_objects(experiment: AnyExperiment, *, unused: tuple[str, ...] = ()) -> None:
+    """Require the Python objects that settings read from a config.json only name.
+
+    Args:
+        unused: beginnings of the keys that are not used.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    for setting in settings(experiment).values():
+        is_text = isinstance(setting.value, str) and not setting.key.startswith(unused)
+        if is_text and is_missing(setting.value):
+            raise ConfigError(
+                f"{setting.key}={setting.value} is a Python object without import path; pass the "
+                "experiment with it again, from Python: areal_jax.train(experiment, "
+                "run_folder=..., resume=True)"
+            )
+
+
+def _known_workflow(experiment: AnyExperiment) -> Iterator[str]:
+    """The workflow is one of the package's, or a CustomWorkflow."""
+    known = (SingleTurn, MultiTurn, ToolUse, Agent, CustomWorkflow)
+    if not isinstance(experiment.workflow, known):
+        yield (
+            f"workflow={type(experiment.workflow).__name__} is no workflow of the package; derive "
+            "it from areal_jax.workflows.config.CustomWorkflow, and define its method run"
         )
 
 

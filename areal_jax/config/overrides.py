@@ -21,6 +21,7 @@ from chz.util import MISSING_TYPE
 from areal_jax.bounds import Bound
 from areal_jax.config.aliases import ALIASES
 from areal_jax.errors import ConfigError
+from areal_jax.python_objects import PythonObject, as_text_setting
 
 T = TypeVar("T")
 JSON = bool | int | float | str | None | list["JSON"]
@@ -261,7 +262,8 @@ def from_text(text: str, kind: Any) -> Any:
 def flattened(changes: Mapping[str, Any], of: Settings) -> dict[str, Any]:
     """Values by dotted key, with each record as its class, where it is a choice, and its settings."""
     flat: dict[str, Any] = {}
-    for key, value in changes.items():
+    for key, given in changes.items():
+        value = _as_record(given, key, of)
         if chz.is_chz(value) and not isinstance(value, type):
             flat |= {key: type(value)} if key in of else {}
             flat |= {each.key: each.value for each in settings(value, key + ".").values()}
@@ -270,14 +272,23 @@ def flattened(changes: Mapping[str, Any], of: Settings) -> dict[str, Any]:
     return flat
 
 
+def _as_record(value: Any, key: str, of: Settings) -> Any:
+    """What a choice among classes makes of an object that is no record and no name."""
+    is_choice = key in of and of[key].choices and hasattr(of[key].kind, "from_object")
+    if not is_choice or value is None or isinstance(value, str | type) or chz.is_chz(value):
+        return value
+    return of[key].kind.from_object(value)
+
+
 def from_object(value: Any, kind: Any) -> Any:
     """Read a Python value as `kind`: text as on the command line, numbers of numpy as numbers.
 
     Raises:
         ValueError: it is of another kind.
     """
+    value = as_text_setting(value)
     if isinstance(value, str):
-        return from_text(value, kind)
+        return value if isinstance(value, PythonObject) else from_text(value, kind)
     is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
     return from_json(value.item() if is_scalar else value, kind)
 
@@ -316,7 +327,7 @@ def fits(value: Any, kind: Any) -> bool:
         return isinstance(value, tuple) and all(fits(item, args[0]) for item in value)
     if kind is float:
         return type(value) in (int, float) and isfinite(value)
-    return type(value) is kind
+    return isinstance(value, str) if kind is str else type(value) is kind
 
 
 def as_text(value: Any) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import chz
 
 from areal_jax.bounds import FRACTION, NOT_NEGATIVE, POSITIVE
+from areal_jax.python_objects import PREFIX, PythonObject
 
 # Texts of settings that Files and Hub share.
 _PROMPT_FIELD = "field of the prompt; none: first of problem, question, prompt"
@@ -26,6 +28,11 @@ _SUCCESS_RATE_BELOW = (
 @chz.chz
 class TaskSource:
     """A finite, ordered set of tasks."""
+
+    @classmethod
+    def from_object(cls, value: Any) -> Any:
+        """The source of what is given in place of one: the rows or tasks of an iterable."""
+        return Rows(rows=value) if isinstance(value, Iterable) else value
 
 
 @chz.chz
@@ -95,6 +102,30 @@ class Hub(TaskSource):
         doc="data set as owner/name or owner/name/folder, such as openai/gsm8k/main"
     )
     split: str = chz.field(default="train", doc="prefix of the file names to read")
+    prompt_field: str | None = chz.field(default=None, doc=_PROMPT_FIELD)
+    answer_field: str = chz.field(default="answer", doc=_ANSWER_FIELD)
+    max_tasks: int | None = chz.field(validator=POSITIVE, default=None, doc=_MAX_TASKS)
+    success_rate_field: str = chz.field(default="success_rate", doc=_SUCCESS_RATE_FIELD)
+    success_rate_above: float | None = chz.field(
+        validator=FRACTION, default=None, doc=_SUCCESS_RATE_ABOVE
+    )
+    success_rate_below: float | None = chz.field(
+        validator=FRACTION, default=None, doc=_SUCCESS_RATE_BELOW
+    )
+
+
+def _as_rows(value: Any, *, chzself: object) -> Any:
+    return value if isinstance(value, str) else PythonObject(tuple(value), f"{PREFIX}rows")
+
+
+@chz.chz
+class Rows(TaskSource):
+    """Rows or tasks of a Python iterable, such as a list of dicts or a datasets.Dataset."""
+
+    rows: str = chz.field(
+        converter=_as_rows,
+        doc="rows, with the fields of a jsonl file, or tasks; not on the command line",
+    )
     prompt_field: str | None = chz.field(default=None, doc=_PROMPT_FIELD)
     answer_field: str = chz.field(default="answer", doc=_ANSWER_FIELD)
     max_tasks: int | None = chz.field(validator=POSITIVE, default=None, doc=_MAX_TASKS)

@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_jax.data.code_tasks import format_tests, read_code_problem
-from areal_jax.data.config import Exercises, Files, Hub, PromptConfig, Synthetic, TaskSource
+from areal_jax.data.config import Exercises, Files, Hub, PromptConfig, Rows, Synthetic, TaskSource
 from areal_jax.data.exercises import Exercise, GeneratedExercises
 from areal_jax.data.hub import NAME, fetch
 from areal_jax.data.problems import Problem, SyntheticProblems
+from areal_jax.python_objects import PythonObject
 from areal_jax.records import Message, Task
 
 PROMPT_FIELDS = ("problem", "question", "prompt")
@@ -85,7 +86,7 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
                 ),
                 {},
             )
-        case Files() | Hub():
+        case Files() | Hub() | Rows():
             expected = (
                 f"the prompt in {source.prompt_field or ', '.join(PROMPT_FIELDS)}, the "
                 f"answer in {source.answer_field}"
@@ -93,14 +94,16 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
             return TaskSet(
                 *read_rows(
                     source,
-                    lambda place, row: _make_task(place, row, source, prompt),
+                    lambda place, row: (
+                        row if isinstance(row, Task) else _make_task(place, row, source, prompt)
+                    ),
                     "a task",
                     expected,
                 )
             )
         case _:
             raise ValueError(
-                f"expected Synthetic, Exercises, Files or Hub, found {type(source).__name__}"
+                f"expected Synthetic, Exercises, Files, Hub or Rows, found {type(source).__name__}"
             )
 
 
@@ -210,8 +213,25 @@ def _download_split(source: Hub) -> list[Path]:
     return find_files(fetch(owner_and_name, "dataset", patterns) / folder, source.split)
 
 
+def _number_rows(source: Files | Hub | Rows) -> tuple[str, Iterator[tuple[str, Any]]]:
+    """Where the rows of a source are, and the rows with their places."""
+    if isinstance(source, Rows):
+        assert isinstance(source.rows, PythonObject)  # else the settings are refused
+        rows = source.rows.object
+        return "the given rows", ((f"row {number}", row) for number, row in enumerate(rows, 1))
+    files = (
+        find_files(Path(source.path).expanduser(), source.split)
+        if isinstance(source, Files)
+        else _download_split(source)
+    )
+    numbered = (
+        (f"{file.name}:{number}", row) for file in files for number, row in _read_file(file)
+    )
+    return ", ".join(map(str, files)), numbered
+
+
 def read_rows(
-    source: Files | Hub,
+    source: Files | Hub | Rows,
     read: Callable[[str, Row], T],
     what: str,
     expected: str,
@@ -233,26 +253,20 @@ def read_rows(
         FileNotFoundError: the source has no files.
         ValueError: no row is usable.
     """
-    files = (
-        find_files(Path(source.path).expanduser(), source.split)
-        if isinstance(source, Files)
-        else _download_split(source)
-    )
+    where, numbered = _number_rows(source)
     made, skipped, fields = list[T](), dict[str, list[str]](), dict[str, None]()
-    numbered = (
-        (f"{file.name}:{number}", row) for file in files for number, row in _read_file(file)
-    )
     for place, row in islice(numbered, source.max_tasks):
         try:
-            if not isinstance(row, dict):
+            if isinstance(row, dict):
+                fields.update(dict.fromkeys(row))
+            elif not isinstance(row, Task):
                 raise BadRow("not a JSON object")
-            fields.update(dict.fromkeys(row))
             made.append(read(place, row))
         except BadRow as reason:
             skipped.setdefault(str(reason), []).append(place)
     if not made:
         raise ValueError(
-            f"{', '.join(map(str, files))}: no row can be {what} "
+            f"{where}: no row can be {what} "
             f"({format_skipped(skipped) or 'no rows'}); expected {expected}; "
             f"found fields {', '.join(fields) or 'none'}; set {settings}"
         )
@@ -312,7 +326,7 @@ def _read_lines(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, objec
                 yield number, text
 
 
-def _make_task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
+def _make_task(id: str, row: Row, source: Files | Hub | Rows, prompt: PromptConfig) -> Task:
     _check_success_rate(row, source)
     try:
         problem = read_code_problem(row)
@@ -343,7 +357,7 @@ def _make_task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> 
     return Task(id, apply_prompt_template(messages, prompt), answer, family=_find_family(row))
 
 
-def _check_success_rate(row: Row, source: Files | Hub) -> None:
+def _check_success_rate(row: Row, source: Files | Hub | Rows) -> None:
     """Raise BadRow if the source has bounds and the row's success rate is not between them."""
     above, below = source.success_rate_above, source.success_rate_below
     if above is None and below is None:

@@ -7,6 +7,7 @@ from typing import Literal
 import chz
 
 from areal_jax.bounds import ANY_NUMBER, POSITIVE
+from areal_jax.python_objects import as_text_setting
 
 
 @chz.chz
@@ -90,6 +91,7 @@ class RewardConfig:
         doc="the last number counts as the answer where nothing is boxed or after '####'",
     )
     function: str | None = chz.field(
+        converter=as_text_setting,
         default=None,
         doc="reward function, FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, answer), or as TRL or verl call "
         "theirs, in a reward worker process, async or not; returns a bool or a number, see "

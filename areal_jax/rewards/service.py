@@ -13,7 +13,10 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
+import chz
+
 from areal_jax.errors import ConfigError
+from areal_jax.python_objects import PythonObject
 from areal_jax.records import ResultKind, RewardResult, Task, ToolResult
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.rewards.failures import FailureLog
@@ -24,6 +27,7 @@ from areal_jax.rewards.grading_processes import (
     GradingProcess,
     Unprepared,
 )
+from areal_jax.rewards.in_process import InProcessGrader
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +98,12 @@ class RewardService:
         """Time of grading, without waits for a place."""
         self.num_set_aside = 0
         """Number of slow answers that were set aside."""
+        self._in_process: InProcessGrader | None = None
+        function = config.function
+        if isinstance(function, PythonObject) and not function.has_import_path:
+            self._in_process = InProcessGrader(config)
+            config = chz.replace(config, function=None)
+            kinds = set(kinds) & set(KINDS)
         self._server = ForkServer(config, kinds, tools)
         # Idle processes, last in first out, so that few processes stay warm.
         self._idle = list[GradingProcess]()
@@ -110,6 +120,8 @@ class RewardService:
             CannotStart: No process could be started.
             ConfigError: A function, form, tool or sandbox of the settings does not work.
         """
+        if self._in_process is not None and self.tools is None:
+            return
         starting, self._idle = self._idle, []
         starting += [
             GradingProcess(self._server) for _ in range(self.config.num_workers - len(starting))
@@ -146,8 +158,11 @@ class RewardService:
         timeout_s = self.config.timeout_s
         if not can_be_set_aside:
             timeout_s = self.config.sandbox.total_timeout_s
-        request = {"task": asdict(task), "text": answer}
-        found = await self._execute(request, timeout_s, can_be_set_aside)
+        if self._in_process is not None:
+            found = await self._in_process.grade(task, answer)
+        else:
+            request = {"task": asdict(task), "text": answer}
+            found = await self._execute(request, timeout_s, can_be_set_aside)
         # A result without `failed` is not from the process: the call failed.
         score, failed, trace = found.get("score"), found.get("failed", True), found.get("trace", "")
         return RewardResult(found["kind"], found["detail"], score, failed, trace)
@@ -298,6 +313,8 @@ class RewardService:
 
     async def close(self) -> None:
         """Kill all processes; calls in progress raise."""
+        if self._in_process is not None:
+            await asyncio.to_thread(self._in_process.close)
         idle, self._idle = self._idle, []
         for process in idle:
             await process.kill()

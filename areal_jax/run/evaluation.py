@@ -23,6 +23,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from areal_jax.cluster.signals import Interrupted
+from areal_jax.config.checks import require_objects
 from areal_jax.config.experiment import AnyExperiment
 from areal_jax.config.overrides import JSON, to_json
 from areal_jax.config.policy_names import RunCheckpoint
@@ -86,6 +87,7 @@ def run(
             again.
     """
     config = experiment.evaluation
+    require_objects(experiment, unused=("tasks.", "examples.", "eval_examples."))
     with config_errors("eval_tasks"):
         found = load_tasks(experiment.eval_tasks, experiment.prompt)
     tasks = found.tasks[: config.num_tasks]

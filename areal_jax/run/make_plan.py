@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from areal_jax.config.checks import require_objects
 from areal_jax.config.experiment import AnyExperiment, Experiment, PreferenceExperiment
 from areal_jax.data.examples import ExampleSet
 from areal_jax.data.policy_files import resolve_policy_folder
@@ -50,6 +51,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     Raises:
         ConfigError: one of them is missing, or does not fit the others.
     """
+    require_objects(experiment)
     with config_errors():
         meshes = _make_meshes(experiment)
     tasks, eval_tasks = load_task_sets(experiment)

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from abc import ABC, abstractmethod
+from typing import Any, Literal
 
 import chz
 
 from areal_jax.bounds import FRACTION, POSITIVE
+from areal_jax.records import Task
 from areal_jax.rewards.config import ToolsConfig
 
 
 @chz.chz
 class WorkflowConfig:
     """A workflow: turns one task into samples."""
+
+
+@chz.chz
+class CustomWorkflow(WorkflowConfig, ABC):
+    """A workflow of the user's own: a subclass that defines `run`.
+
+    Its fields are settings, as those of any workflow. The method runs in the event loop of the run:
+    it must not block, and for equal answers and grades it must reply equally, so that it can be
+    replayed after a crash.
+
+    Example:
+        @chz.chz
+        class SecondTry(CustomWorkflow):
+            async def run(self, task, chat):
+                if (await chat.grade()).kind != "correct":
+                    await chat.reply("Check your answer, and give it again.")
+    """
+
+    @abstractmethod
+    async def run(self, task: Task, chat: Any) -> float | None:
+        """Hold one conversation.
+
+        Args:
+            task: the task.
+            chat: the conversation (`areal_jax.Chat`), whose `text` is the policy's answer to the
+                task; `await chat.reply(message)` continues it, and `await chat.grade()` is the
+                `RewardResult` of the last answer.
+
+        Returns:
+            The reward as of a reward function (see rewards.scale), or None to have the last answer
+            graded.
+        """
 
 
 @chz.chz

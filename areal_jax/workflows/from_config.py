@@ -6,7 +6,7 @@ import asyncio
 
 from areal_jax.protocols import Tokenizer, Tools, Workflow
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
-from areal_jax.workflows import config, single_turn
+from areal_jax.workflows import config, custom, single_turn
 from areal_jax.workflows.agent import Agents, Runner
 from areal_jax.workflows.turns import Feedback, ToolReply, Turns
 
@@ -69,6 +69,8 @@ def make_workflow(
                 asyncio.Semaphore(chosen.max_running),
                 chosen.export,
             )
+        case config.CustomWorkflow():
+            return custom.Custom(chosen, tokenizer, num_samples, rewards, max_prompt_tokens)
         case _:
             raise ValueError(
                 "expected SingleTurn, MultiTurn, ToolUse, or Agent with agents=, found "
