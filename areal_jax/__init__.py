@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from areal_jax.config.experiment import Experiment, SFTExperiment
     from areal_jax.config.load import load_experiment
     from areal_jax.data.config import Rows
+    from areal_jax.models.families import register_model_family
     from areal_jax.protocols import Workflow
     from areal_jax.records import Completion, Group, Message, RewardResult, Sample, Task
     from areal_jax.rl.losses import decoupled_ppo_loss, policy_loss
@@ -57,6 +58,7 @@ __all__ = [
     "generate",
     "load_experiment",
     "policy_loss",
+    "register_model_family",
     "serve",
     "train",
     "train_async",
@@ -70,6 +72,7 @@ _MODULES = {
     "areal_jax.config.experiment": ("Experiment", "SFTExperiment"),
     "areal_jax.config.load": ("load_experiment",),
     "areal_jax.data.config": ("Rows",),
+    "areal_jax.models.families": ("register_model_family",),
     "areal_jax.protocols": ("Workflow",),
     "areal_jax.records": ("Completion", "Group", "Message", "RewardResult", "Sample", "Task"),
     "areal_jax.rl.losses": ("decoupled_ppo_loss", "policy_loss"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class PythonObject(str):
         return not self.startswith(PREFIX)
 
 
-def as_text_setting(value: Any, *, chzself: object = None) -> Any:
+def as_text_setting(value: str | Callable[..., Any] | None, *, chzself: object = None) -> Any:
     """The value of a text setting that may also be given as a Python object: a callable becomes a
     PythonObject, all else stays.
     """

@@ -21,7 +21,7 @@ from chz.util import MISSING_TYPE
 from areal_jax.bounds import Bound
 from areal_jax.config.aliases import ALIASES
 from areal_jax.errors import ConfigError
-from areal_jax.python_objects import PythonObject, as_text_setting
+from areal_jax.python_objects import PythonObject
 
 T = TypeVar("T")
 JSON = bool | int | float | str | None | list["JSON"]
@@ -286,7 +286,8 @@ def from_object(value: Any, kind: Any) -> Any:
     Raises:
         ValueError: it is of another kind.
     """
-    value = as_text_setting(value)
+    if callable(value) and not isinstance(value, str):
+        value = PythonObject(value)
     if isinstance(value, str):
         return value if isinstance(value, PythonObject) else from_text(value, kind)
     is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")

@@ -114,7 +114,7 @@ class Hub(TaskSource):
     )
 
 
-def _as_rows(value: Any, *, chzself: object) -> Any:
+def _as_rows(value: Iterable[Any], *, chzself: object = None) -> Any:
     return value if isinstance(value, str) else PythonObject(tuple(value), f"{PREFIX}rows")
 
 

@@ -232,7 +232,7 @@ def _number_rows(source: Files | Hub | Rows) -> tuple[str, Iterator[tuple[str, A
 
 def read_rows(
     source: Files | Hub | Rows,
-    read: Callable[[str, Row], T],
+    read: Callable[[str, Any], T],
     what: str,
     expected: str,
     settings: str = "prompt_field and answer_field",
@@ -257,10 +257,9 @@ def read_rows(
     made, skipped, fields = list[T](), dict[str, list[str]](), dict[str, None]()
     for place, row in islice(numbered, source.max_tasks):
         try:
-            if isinstance(row, dict):
-                fields.update(dict.fromkeys(row))
-            elif not isinstance(row, Task):
+            if not isinstance(row, dict | Task):
                 raise BadRow("not a JSON object")
+            fields.update(dict.fromkeys(row if isinstance(row, dict) else ()))
             made.append(read(place, row))
         except BadRow as reason:
             skipped.setdefault(str(reason), []).append(place)

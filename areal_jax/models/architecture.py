@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
 from areal_jax.models import rope
@@ -19,7 +20,7 @@ one number per token, with a bias (critics). SequenceClassification: one number 
 of the last token (reward models)."""
 
 
-class _Traits(NamedTuple):
+class Traits(NamedTuple):
     """Properties of a family that its config.json does not contain."""
 
     model_type: str
@@ -36,14 +37,16 @@ class _Traits(NamedTuple):
     is_moe: bool = False
     not_null: tuple[str, ...] = ("head_dim",)
     """Keys for which null differs from an absent key in transformers, or is invalid."""
+    tensor_names: Mapping[str, str] = MappingProxyType({})
+    """Names of tensors in the files, by Llama's names; {} is the layer. Empty: as Llama's."""
 
 
-_FAMILIES: dict[str, _Traits] = {
-    "Qwen2ForCausalLM": _Traits("qwen2", qkv_bias=True, num_key_value_heads=32, windows="upper"),
-    "Qwen3ForCausalLM": _Traits(
+TRAITS: dict[str, Traits] = {
+    "Qwen2ForCausalLM": Traits("qwen2", qkv_bias=True, num_key_value_heads=32, windows="upper"),
+    "Qwen3ForCausalLM": Traits(
         "qwen3", qk_norm=True, num_key_value_heads=32, head_dim=128, windows="upper"
     ),
-    "Qwen3MoeForCausalLM": _Traits(
+    "Qwen3MoeForCausalLM": Traits(
         "qwen3_moe",
         qk_norm=True,
         num_key_value_heads=4,
@@ -51,7 +54,7 @@ _FAMILIES: dict[str, _Traits] = {
         is_moe=True,
         not_null=("head_dim", "num_key_value_heads"),
     ),
-    "LlamaForCausalLM": _Traits("llama", not_null=()),
+    "LlamaForCausalLM": Traits("llama", not_null=()),
 }
 
 
@@ -124,7 +127,7 @@ class ModelConfig:
             ValueError: the architecture, a key or a value is not supported, or a key is missing.
         """
         architecture, readout = _read_architecture(config, source)
-        family = _FAMILIES[architecture]
+        family = TRAITS[architecture]
         what = _with_readout(architecture, readout)
         check_keys(
             config, rules(architecture, is_scalar=readout != "CausalLM"), ignored_keys, source, what
@@ -219,7 +222,7 @@ class ModelConfig:
     def _to_hf(self) -> dict[str, Any]:
         written = {
             "architectures": [_with_readout(self.architecture, self.readout)],
-            "model_type": _FAMILIES[self.architecture].model_type,
+            "model_type": TRAITS[self.architecture].model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -324,7 +327,7 @@ def _with_readout(architecture: Family, readout: Readout) -> str:
 
 def _read_architecture(config: Mapping[str, Any], source: str) -> tuple[Family, Readout]:
     names = config.get("architectures") or ["none"]
-    for architecture, readout in itertools.product(get_args(Family), get_args(Readout)):
+    for architecture, readout in itertools.product(TRAITS, get_args(Readout)):
         if names == [_with_readout(architecture, readout)]:
             if readout != "CausalLM" and (num_labels := _read_num_labels(config, source)) != 1:
                 raise ValueError(
@@ -332,7 +335,7 @@ def _read_architecture(config: Mapping[str, Any], source: str) -> tuple[Family, 
                 )
             return architecture, readout
     raise ValueError(
-        f"{source}: expected architectures to be one of {', '.join(_FAMILIES)}, found {names}"
+        f"{source}: expected architectures to be one of {', '.join(TRAITS)}, found {names}"
     )
 
 
@@ -392,7 +395,7 @@ def _read_sliding_windows(
     config: Mapping[str, Any], architecture: Family, source: str
 ) -> tuple[int | None, ...]:
     """Read the window of each layer, as transformers does; empty if no layer has one."""
-    num_layers, family = _read_count(config, "num_hidden_layers", source), _FAMILIES[architecture]
+    num_layers, family = _read_count(config, "num_hidden_layers", source), TRAITS[architecture]
     is_enabled = family.windows != "none" and _read_flag(config, "use_sliding_window", source)
     window = (
         _read_count(config, "sliding_window", source, 4096)

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-Family = Literal["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM"]
+Family: TypeAlias = str
+"""Architecture of a language model, as config.json names it: one of `TRAITS`."""
 
 SETTING = "policy.ignore_config_keys"
 
@@ -176,7 +177,7 @@ _WINDOWS: Final[Mapping[str, Rule]] = dict.fromkeys(
     ("use_sliding_window", "sliding_window", "max_window_layers"), "read"
 )
 
-_FAMILIES: Final[Mapping[Family, Mapping[str, Rule]]] = {
+FAMILY_KEYS: Final[dict[Family, Mapping[str, Rule]]] = {
     # Its q, k and v always have biases.
     "Qwen2ForCausalLM": {**_WINDOWS, "attention_bias": Only((True,))},
     "Qwen3ForCausalLM": _WINDOWS,
@@ -212,7 +213,7 @@ def rules(family: Family, *, is_scalar: bool) -> Mapping[str, Rule]:
         **_ONLY,
         # Of one label, transformers supports regression only.
         "problem_type": Only((None, "regression")) if is_scalar else "harmless",
-        **_FAMILIES[family],
+        **FAMILY_KEYS[family],
     }
 
 

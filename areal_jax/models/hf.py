@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 
 from areal_jax.json_files import read_json
 from areal_jax.metrics.files import add_file_name
-from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.architecture import TRAITS, ModelConfig
 from areal_jax.models.config import ADAPTER_CONFIG
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import fetch, put
@@ -194,7 +194,7 @@ def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.
         stored = {path: leaf for path, leaf in abstract.items() if path not in fresh}
         _check(folder, policy, stored, opened)
         leaves = {
-            path: _load_leaf(opened, _tensors(path, leaf), leaf, layouts[path])
+            path: _load_leaf(opened, _tensors(policy, path, leaf), leaf, layouts[path])
             if path in stored
             else put(np.zeros(leaf.shape, leaf.dtype), layouts[path])
             for path, leaf in abstract.items()
@@ -332,10 +332,12 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _tensors(path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Iterator[_Tensor]:
+def _tensors(
+    policy: Policy, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct
+) -> Iterator[_Tensor]:
     """Yield the tensors that fill one leaf, in the order of layers and experts."""
     entry = _ENTRIES[path]
-    num_stacked = entry.name.count("{}")
+    name, num_stacked = _name(policy, entry.name), entry.name.count("{}")
     leaf_shape = leaf.shape[num_stacked:]
     shape, num_inputs = leaf_shape, entry.num_inputs
     if num_inputs:
@@ -343,7 +345,12 @@ def _tensors(path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Iterator[_Ten
     if path[-1].endswith("_bias"):
         shape = (math.prod(leaf_shape),)
     for index in np.ndindex(leaf.shape[:num_stacked]):
-        yield _Tensor(entry.name.format(*index), shape, index, num_inputs, leaf_shape)
+        yield _Tensor(name.format(*index), shape, index, num_inputs, leaf_shape)
+
+
+def _name(policy: Policy, name: str) -> str:
+    """The name of a tensor in the files of the policy's family."""
+    return TRAITS[policy.config.architecture].tensor_names.get(name, name)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -423,31 +430,35 @@ def _check(
     shapes = {
         tensor.name: tensor.shape
         for path, leaf in stored.items()
-        for tensor in _tensors(path, leaf)
+        for tensor in _tensors(policy, path, leaf)
     }
     # Not read: a head that is replaced by a scalar head or the embedding, and RoPE frequencies of
     # old files, which config.json decides.
-    unread = {_HEAD} if policy.config.tie_word_embeddings or policy.config.is_scalar else set()
+    embed_name, head_name = _name(policy, _EMBED), _name(policy, _HEAD)
+    unread = {head_name} if policy.config.tie_word_embeddings or policy.config.is_scalar else set()
     found = {
         name: source
         for name, source in opened.items()
         if name not in unread and not name.endswith(_UNREAD)
     }
     check_shapes(f"the weights in {folder} do not match its {_CONFIG}", shapes, found)
-    if policy.config.tie_word_embeddings and not policy.config.is_scalar and _HEAD in opened:
-        _check_tied(folder, opened[_EMBED], opened[_HEAD])
+    if policy.config.tie_word_embeddings and not policy.config.is_scalar and head_name in opened:
+        _check_tied(folder, opened, embed_name, head_name)
 
 
-def _check_tied(folder: Path, embed: Source, head: Source) -> None:
+def _check_tied(
+    folder: Path, opened: Mapping[str, Source], embed_name: str, head_name: str
+) -> None:
     """Raise ValueError if a tied head differs from the embedding."""
-    rows, head_rows = embed.file.get_slice(_EMBED), head.file.get_slice(_HEAD)
+    embed, head = opened[embed_name], opened[head_name]
+    rows, head_rows = embed.file.get_slice(embed_name), head.file.get_slice(head_name)
     num_rows = _shape(rows)[0]
     spans = [slice(i, min(i + 4096, num_rows)) for i in range(0, num_rows, 4096)]
     if _shape(rows) != _shape(head_rows) or any(
         rows[span].tobytes() != head_rows[span].tobytes() for span in spans
     ):
         raise ValueError(
-            f"{folder / _CONFIG}: expected {_HEAD} in {head.name} to equal {_EMBED} in "
+            f"{folder / _CONFIG}: expected {head_name} in {head.name} to equal {embed_name} in "
             f"{embed.name} with tie_word_embeddings=true, found another tensor; set "
             "tie_word_embeddings to false to read the head, or remove the tensor"
         )
@@ -535,7 +546,7 @@ def _to_files(policy: Policy, params: Params) -> Iterator[tuple[str, np.ndarray]
     for path, abstract in _leaves(policy.abstract()).items():
         leaf = leaves[path]
         for layer, tensors in itertools.groupby(
-            _tensors(path, abstract), lambda tensor: tensor.stack_index[:1]
+            _tensors(policy, path, abstract), lambda tensor: tensor.stack_index[:1]
         ):
             part = fetch(leaf[layer])
             for tensor in tensors:
@@ -549,7 +560,7 @@ def _shards(policy: Policy, itemsize: int, shard_bytes: int) -> list[list[str]]:
     """
     shards, free_bytes = [], 0
     for path, leaf in _leaves(policy.abstract()).items():
-        for tensor in _tensors(path, leaf):
+        for tensor in _tensors(policy, path, leaf):
             num_bytes = math.prod(tensor.shape) * itemsize
             if not shards or num_bytes > free_bytes:
                 shards.append([])

@@ -147,7 +147,8 @@ def test_config_names_objects_and_asks_for_them_again(tmp_path: Path) -> None:
     experiment = load_experiment("aime").replace(
         tasks=ROWS, **{"rewards.function": lambda task, answer: True}
     )
-    assert experiment.tasks.rows.object == tuple(ROWS)
+    assert isinstance(experiment, Experiment) and isinstance(experiment.tasks, Rows)
+    assert vars(experiment.tasks.rows)["object"] == tuple(ROWS)
     write_config(experiment, tmp_path / "config.json")
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["tasks"], written["tasks.rows"]) == ("Rows", "python:rows")
