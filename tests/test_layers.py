@@ -51,7 +51,7 @@ ORDERS = {
             "run.prompt_limits",
             "run.scripted_policy",
         ),
-        ("run.plan", "run.callbacks"),
+        ("run.plan", "run.callbacks", "run.rollout_log"),
         (
             "run.memory_checks",
             "run.frozen_models",
@@ -65,7 +65,7 @@ ORDERS = {
         ("run.local_engines", "run.worker_roles", "run.preflight"),
         ("run.build", "run.trainer_host"),
         ("run.cluster",),
-        ("run.start",),
+        ("run.start", "run.replay"),
         ("run.auto_split", "run.answerers", "run.serving"),
         ("run.evaluation",),
     ),

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_jax import __version__
-from areal_jax.api.run_folders import RUNS_FOLDER, folder_to_resume, new_folder, resume_advice
+from areal_jax.api.run_folders import (
+    RUNS_FOLDER,
+    claimed_folder,
+    folder_to_resume,
+    new_folder,
+    resume_advice,
+)
 from areal_jax.api.training import plan_run, train_plan
 from areal_jax.cli.arguments import (
     answer,
@@ -56,6 +62,9 @@ Train the policy of an experiment. Metrics, samples and checkpoints are written 
   --run-folder=DIR      folder to write; default: {RUNS_FOLDER}/NAME-TIME
   --resume[=DIR]        resume the run in DIR, or the newest run (of NAME, if --exp is given)
   --dry-run             print settings, devices, meshes and memory, and train nothing
+  --replay=RUN          train again on the rollouts that the run in this folder recorded, with its
+                        settings or changed ones (trainer.loss=GSPO); compares all versions
+  --until=N             with --replay: stop after version N
   --preflight           try scripted answers, right, wrong and cheating, from prompt to one update,
                         on the CPU and without weights; exit status 1 if rewards are wrong
 """
@@ -97,6 +106,8 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
         command, _usage(), named_experiment(command) if has_experiment(command) else Experiment
     ):
         return 0
+    if command.replay is not None:
+        return _replay(command)
     run_folder = _resumed_folder(command) if command.resume is not None else None
     experiment = (
         named_experiment(command)
@@ -129,6 +140,21 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
     return 0
 
 
+def _replay(command: argparse.Namespace) -> int:
+    """Replay a run; exit status 1 if its settings are unchanged and a version differs."""
+    source: Path = command.replay
+    experiment = read_config(source / CONFIG_FILE, command.overrides)
+    folder = new_folder(command.run_folder, f"{experiment.name}-replay")
+    plan = plan_run(experiment)
+    from areal_jax.run.replay import replay
+
+    with claimed_folder(folder, is_named=command.run_folder is not None, resume=False) as (held, _):
+        result = replay(plan, source, held, command.until)
+    if not result.different or command.overrides:
+        return 0
+    return fail(f"the settings are those of the run, but {result.describe()}", 1)
+
+
 def _show_plan(plan: Plan, run_folder: Path) -> None:
     """Try grading, and print settings and plan."""
     from areal_jax.run.grading import try_grading
@@ -152,6 +178,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = experiment_parser({"algorithm": list(PRESETS)})
     parser.add_argument("--run-folder", type=Path)
     parser.add_argument("--resume")
+    parser.add_argument("--replay", type=Path)
+    parser.add_argument("--until", type=int)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--preflight", action="store_true")
     # A bare --resume must not take the override that follows it for its folder.

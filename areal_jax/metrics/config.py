@@ -20,6 +20,10 @@ class MetricsConfig:
     samples: bool = chz.field(
         default=True, doc="samples.jsonl: every trained sample, token by token"
     )
+    rollouts: bool = chz.field(
+        default=True,
+        doc="rollouts/: every trained batch, bit for bit, so that the run can be replayed",
+    )
     trace: bool = chz.field(default=True, doc="trace.json: a timeline of all threads for Perfetto")
     progress: bool = chz.field(default=True, doc="progress line on the terminal")
     trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = chz.field(

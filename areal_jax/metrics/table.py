@@ -118,6 +118,7 @@ _TRAINER = (
     Entry("samples", "trained samples", "samples"),
     Entry("num_updates", "optimizer updates of the step", "updates"),
     Entry("num_compilations", "compiled trainer programs since the process started", "programs"),
+    Entry("params_digest", "checksum of the trained parameters after the step, for replays"),
     Entry("packing_efficiency", "share of row positions that hold tokens", "share", "above 0.8"),
     Entry("tokens_per_second", "training throughput, prompts included", "tokens/s"),
     Entry("seconds_step", "duration of the step", "s"),

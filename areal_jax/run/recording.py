@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from areal_jax.checkpoint.recovery import Columns
+from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import CONFIG_FILE, read_plainly, write_config
 from areal_jax.config.overrides import to_json
 from areal_jax.metrics.description import write_description
@@ -29,6 +30,7 @@ from areal_jax.run.callbacks import RunControl
 from areal_jax.run.checks import require_consistency
 from areal_jax.run.plan import Plan
 from areal_jax.run.plan_report import headline
+from areal_jax.run.rollout_log import RolloutLog
 from areal_jax.run.summary import summary_lines
 
 TRACE = "trace.json"
@@ -47,6 +49,8 @@ class Recording:
     progress: Progress
     health: HealthMonitor
     report_writer: ReportWriter
+    rollout_log: RolloutLog | None = None
+    """Record of all batches, if metrics.rollouts asks for it."""
     active_spans: list[tuple[str, str]] = field(default_factory=list)
     """Lane and name of every trainer step or checkpoint that is running."""
     num_spans: int = 0
@@ -98,6 +102,8 @@ class Recording:
         Args:
             stale: by group and sample, the tokens left out of the loss because they are too old.
         """
+        if self.rollout_log is not None:
+            self.rollout_log.write(version, groups)
         self.sinks.write_samples(
             version,
             [
@@ -145,6 +151,8 @@ class Recording:
     def flush(self) -> None:
         """Write buffered rows to disk."""
         self.sinks.flush()
+        if self.rollout_log is not None:
+            self.rollout_log.wait()
 
     def report(self) -> None:
         """Write the report of a run that ends, and show where it is."""
@@ -210,6 +218,10 @@ def start_recording(
     write_description(folder, headline(plan), written, plan.devices, gaps)
     report_writer = ReportWriter(folder)
     stack.callback(report_writer.close)
+    rollout_log = None
+    if experiment.metrics.rollouts and isinstance(experiment, Experiment):
+        rollout_log = RolloutLog(folder)
+        stack.callback(rollout_log.close)
     workflow = type(experiment.workflow).__name__
     return Recording(
         folder=folder,
@@ -218,4 +230,5 @@ def start_recording(
         progress=progress,
         health=HealthMonitor(experiment.health, workflow, experiment.num_steps),
         report_writer=report_writer,
+        rollout_log=rollout_log,
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, UInt32
 
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params
@@ -59,6 +59,14 @@ class Measured(NamedTuple):
 
     metrics: dict[str, Mean]
     off_policy: OffPolicyCounts | None
+
+
+class Applied(NamedTuple):
+    """What an update reports."""
+
+    measured: Measured
+    digest: Any
+    """`params_digest` after the update."""
 
 
 class Accumulated(NamedTuple):
@@ -180,7 +188,7 @@ class UpdatePrograms:
 
     def _apply(
         self, params: Params, opt_state: optax.OptState, accumulated: Accumulated
-    ) -> tuple[Params, optax.OptState, Measured]:
+    ) -> tuple[Params, optax.OptState, Applied]:
         """Update once, or return the arguments unchanged if loss or gradient is not finite."""
         gradients, (metrics, off_policy) = accumulated
         # Nothing is computed in host memory; if the state lies on the devices, this does nothing.
@@ -195,7 +203,8 @@ class UpdatePrograms:
         )
         one = jnp.ones(())
         metrics |= {"grad_norm": Mean(norm, one), "learning_rate": Mean(rate, one)}
-        return params, opt_state, Measured(metrics, off_policy)
+        report = Applied(Measured(metrics, off_policy), params_digest(params))
+        return params, opt_state, report
 
     def _loss(
         self,
@@ -261,6 +270,21 @@ class UpdatePrograms:
 
 _SCALARS = (jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.bool_))
 """num_tokens and proximal_is_current: arguments, so that no new value compiles a new program."""
+
+
+def params_digest(params: Params) -> UInt32[Array, ""]:
+    """Return a checksum of all bits of the parameters, which depends on their positions.
+
+    It is a sum modulo 2³², so that neither shards nor their order change it.
+    """
+    total = jnp.zeros((), jnp.uint32)
+    for leaf in jax.tree.leaves(params):
+        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+        flat = bits.astype(jnp.uint32).reshape(-1)
+        places = jax.lax.iota(jnp.uint32, flat.size)
+        # 2654435761 is odd, so that every bit of a leaf changes its sum.
+        total = total * jnp.uint32(31) + jnp.sum(flat * (places * jnp.uint32(2654435761) | 1))
+    return total
 
 
 def abstract(shapes: Any, shardings: Any) -> Any:

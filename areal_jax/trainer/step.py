@@ -22,7 +22,7 @@ from areal_jax.parallel.sharding import TRAIN_RULES, put, put_batch, put_copy
 from areal_jax.records import PackedBatch
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward
-from areal_jax.trainer.programs import Measured, Objective, UpdatePrograms, abstract
+from areal_jax.trainer.programs import Applied, Measured, Objective, UpdatePrograms, abstract
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -121,7 +121,7 @@ class Learner:
 
     def update(
         self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool
-    ) -> Measured:
+    ) -> Applied:
         """Make one optimizer update from the micro-batches of a mini-batch.
 
         Args:
@@ -146,14 +146,14 @@ class Learner:
         self.params, self.opt_state, report = self.programs.run(
             "apply", self.params, self.opt_state, accumulated
         )
-        metrics, off_policy = jax.device_get(report)
+        (metrics, off_policy), digest = jax.device_get(report)
         for name in ("loss", "grad_norm"):
             if not math.isfinite(metrics[name].total):
                 raise FloatingPointError(f"{name} is {metrics[name].total}")
         on_host = {
             name: Mean(float(total), float(weight)) for name, (total, weight) in metrics.items()
         }
-        return Measured(on_host, off_policy)
+        return Applied(Measured(on_host, off_policy), int(digest))
 
     def measure(self, batches: Sequence[DeviceBatch]) -> dict[str, Mean]:
         """Return the objective's metrics of micro-batches under the current parameters."""

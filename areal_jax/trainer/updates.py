@@ -48,7 +48,7 @@ def apply_updates(updates: Sequence[Sequence[Update]], version: int) -> dict[str
             if not batch.num_loss_tokens:
                 continue
             try:
-                metrics, counts = update.learner.update(
+                (metrics, counts), digest = update.learner.update(
                     batch.micro_batches,
                     batch.num_loss_tokens,
                     proximal_is_current=batch.proximal_is_current,
@@ -58,6 +58,8 @@ def apply_updates(updates: Sequence[Sequence[Update]], version: int) -> dict[str
                 raise _not_applied(update, where, version, num_applied, error) from None
             meters.update(metrics, "value_" if update.is_critic else "")
             off_policy += [counts] if counts is not None else []
+            if not update.is_critic:
+                meters.gauge("params_digest", digest)
             num_applied += 1
     described = (
         describe_off_policy(jax.tree.map(lambda *parts: sum(parts), *off_policy))

@@ -139,7 +139,8 @@ class FromExamples(Versions, ABC, Generic[T]):
         self.version += 1
         filled, seconds = packed.layout.filled, time.perf_counter() - started_s
         metrics: dict[str, float | Mean] = {
-            **learned.metrics,
+            **learned.measured.metrics,
+            "params_digest": float(learned.digest),
             "tokens_trained": float(packed.num_loss_tokens),
             "packing_efficiency": Mean(*filled),
             "tokens_per_second": Mean(filled[0], seconds),

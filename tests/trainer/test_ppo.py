@@ -304,7 +304,7 @@ def test_proximal_is_the_policy_just_before_the_step(
             (
                 proximal_is_current,
                 np.concatenate([np.asarray(b.proximal_logp) for b in batches]),
-                measured.metrics,
+                measured.measured.metrics,
             )
         )
         return measured
@@ -345,7 +345,7 @@ def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(
     batches = [
         each._replace(proximal_logp=learner.logprobs(each)) for each in mini_batch.micro_batches
     ]
-    metrics, _ = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
+    (metrics, _), _ = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
     ratio, divergence = metrics["ratio"], metrics["kl_proximal_theta"]
     assert isinstance(ratio, tuple) and isinstance(divergence, tuple)
     assert ratio[0] / ratio[1] == pytest.approx(1.0, abs=1e-5)

@@ -70,7 +70,7 @@ def test_values_are_read_out_and_learnt() -> None:
         np.testing.assert_allclose(values, (np.asarray(hidden[0]) * 0.3).sum(-1) + 0.5, atol=1e-5)
     losses = []
     for _ in range(20):
-        loss = learner.update([batch], 45, proximal_is_current=False).metrics["loss"]
+        loss = learner.update([batch], 45, proximal_is_current=False).measured.metrics["loss"]
         assert isinstance(loss, tuple)
         losses.append(loss[0] / loss[1])
     assert losses[-1] < 0.1 * losses[0]
