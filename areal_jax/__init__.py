@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from areal_jax.models.families import register_model_family
     from areal_jax.protocols import Workflow
     from areal_jax.records import Completion, Group, Message, RewardResult, Sample, Task
+    from areal_jax.rl.config import CustomAdvantages, CustomLoss
     from areal_jax.rl.losses import decoupled_ppo_loss, policy_loss
     from areal_jax.rl.token_losses import PolicyLoss
     from areal_jax.rollout.gate import Gate
@@ -36,6 +37,8 @@ __all__ = [
     "Callback",
     "Chat",
     "Completion",
+    "CustomAdvantages",
+    "CustomLoss",
     "CustomWorkflow",
     "EarlyStopping",
     "Evaluated",
@@ -75,6 +78,7 @@ _MODULES = {
     "areal_jax.models.families": ("register_model_family",),
     "areal_jax.protocols": ("Workflow",),
     "areal_jax.records": ("Completion", "Group", "Message", "RewardResult", "Sample", "Task"),
+    "areal_jax.rl.config": ("CustomAdvantages", "CustomLoss"),
     "areal_jax.rl.losses": ("decoupled_ppo_loss", "policy_loss"),
     "areal_jax.rl.token_losses": ("PolicyLoss",),
     "areal_jax.rollout.gate": ("Gate",),

@@ -17,6 +17,7 @@ from areal_jax.rl.config import (
     GAE,
     Advantages,
     BatchNormalized,
+    CustomAdvantages,
     GroupNormalized,
     LeaveOneOut,
     Mean,
@@ -65,6 +66,10 @@ def compute_advantages(
             return _batch_normalized(groups, config)
         case GAE():
             return _generalized(groups, config)
+        case CustomAdvantages():
+            return _spread(
+                groups, [_custom(rewards_G, config) for rewards_G in _rewards_by_group(groups)]
+            )
         case Unnormalized():
             return _spread(groups, _rewards_by_group(groups))
     raise TypeError(
@@ -207,6 +212,19 @@ def _group_normalized(
         (centred_G / divisor).astype(np.float32)
         for centred_G, divisor in zip(centred, divisors, strict=True)
     ]
+
+
+def _custom(
+    rewards_G: Float[np.ndarray, "G"], config: CustomAdvantages
+) -> Float32[np.ndarray, "G"]:
+    """The user's advantages of a group, checked."""
+    found = np.asarray(config.of_group(rewards_G.copy()), np.float32)
+    if found.shape != rewards_G.shape or not np.isfinite(found).all():
+        raise ValueError(
+            f"trainer.advantages={type(config).__name__}: expected of_group to return "
+            f"{len(rewards_G)} finite numbers, found {found}"
+        )
+    return found
 
 
 def _leave_one_out(rewards_G: Float[np.ndarray, "G"]) -> Float32[np.ndarray, "G"]:

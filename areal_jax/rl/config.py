@@ -257,6 +257,22 @@ class GroupNormalized(Advantages):
 
 
 @chz.chz
+class CustomAdvantages(Advantages, ABC):
+    """An estimator of the user's own: a subclass that defines `of_group`."""
+
+    @abstractmethod
+    def of_group(self, rewards: Any) -> Any:
+        """Return the advantage of each sample of a group, which all of its tokens get.
+
+        Args:
+            rewards: shaped rewards of the group's samples, a numpy array of float64.
+
+        Returns:
+            A finite array of the same shape.
+        """
+
+
+@chz.chz
 class LeaveOneOut(Advantages):
     """RLOO (arXiv:2402.14740): reward - mean of the other rewards of its group, the same on every
     token."""

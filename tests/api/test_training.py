@@ -275,7 +275,8 @@ def test_ctrl_c_ends_with_a_checkpoint(
     )
     (version,) = saved_versions(run / "checkpoints")
     assert 2 <= version < 100_000
-    assert done.stdout.splitlines()[-1].startswith(
-        f"KeyboardInterrupt: stopped by SIGINT after {version} of 100000 steps; python -m "
-        f"areal_jax.train --resume={run} resumes"
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith(
+        f"KeyboardInterrupt: stopped by SIGINT after {version} of 100000 steps; "
     ), done.stderr
+    assert f"--resume={run} resumes from the checkpoint of version {version}" in said

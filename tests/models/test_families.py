@@ -89,9 +89,9 @@ def test_registered_family_has_the_layers_of_the_known_one() -> None:
     ],
 )
 def test_invalid_registrations_are_refused(changed: dict[str, Any], message: str) -> None:
-    given = {"architecture": "MistralForCausalLM", "like": "LlamaForCausalLM"} | changed
+    given: dict[str, Any] = {"architecture": "MistralForCausalLM", "like": "LlamaForCausalLM"}
     with pytest.raises(ValueError) as refused:
-        register_model_family(**given, model_type="mistral")
+        register_model_family(**(given | changed), model_type="mistral")
     assert message in str(refused.value)
 
 

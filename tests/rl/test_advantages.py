@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+import chz
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from areal_jax.rl.advantages import (
 from areal_jax.rl.config import (
     Advantages,
     BatchNormalized,
+    CustomAdvantages,
     GroupNormalized,
     LeaveOneOut,
     Mean,
@@ -230,3 +232,23 @@ def test_rloo_sums_the_tokens_of_a_completion() -> None:
     # their number.
     short, long = mean_weights(PRESETS["rloo"].loss_mean, np.array([1, 8]), constant_tokens=10)
     assert short == long
+
+
+@chz.chz
+class AboveMedian(CustomAdvantages):
+    scale: float = 1.0
+
+    def of_group(self, rewards: np.ndarray) -> np.ndarray:
+        return self.scale * np.sign(rewards - np.median(rewards))
+
+
+def test_custom_advantages_are_of_each_group() -> None:
+    first, second = ([1.0, 2.0, 5.0], [1, 2, 3]), ([4.0, 0.0], [2, 2])
+    found = compute(AboveMedian(scale=0.5), first, second)
+    # Medians are 2 and 2.
+    assert [group.tolist() for group in found] == [[-0.5, 0.0, 0.5], [0.5, -0.5]]
+
+
+def test_custom_advantages_are_checked() -> None:
+    with pytest.raises(ValueError, match="AboveMedian: expected of_group to return 2 finite"):
+        compute(AboveMedian(scale=np.inf), ([1.0, 2.0], [1, 1]))
