@@ -38,27 +38,32 @@ _ELSEWHERE = {
     *("data_source", "solution_str", "ground_truth", "extra_info"),
     *("data_sources", "solution_strs", "ground_truths", "extra_infos"),
 }
-"""What other frameworks call parameters: a function that requires one of these expects something
-else than (task, answer)."""
+"""Parameter names of other frameworks: a function that requires one of these expects something else
+than (task, answer).
+"""
 
 RewardFunction = Callable[[Task, str], object]
 Finish = Callable[[object], object]
-"""What is awaited if it can be, else itself."""
+"""Await a value if it is awaitable."""
 
 
 _NOTHING = Task("", (), "")
 
 
 def adapt(function: Callable[..., Any], finish: Finish) -> RewardFunction:
-    """A reward function of any known signature, as one of (task, answer).
+    """Convert a reward function of any known signature to (task, answer).
 
-    Args: finish: awaits what an async function returns. Raises: TypeError for any other
-        signature."""
+    Args:
+        finish: Awaits the result of an async function.
+
+    Raises:
+        TypeError: The signature is unknown.
+    """
     if not callable(function):
         raise TypeError(f"{EXPECTED}; found {type(function).__name__}, which cannot be called")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions written in C have none
+    except ValueError:  # some functions written in C have no signature
         return lambda task, answer: finish(function(task, answer))
     named = {
         name: parameter
@@ -107,11 +112,12 @@ def adapt(function: Callable[..., Any], finish: Finish) -> RewardFunction:
 
 
 class _TRL:
-    """A function for a batch, called with a batch of one.
+    """Convert a batched function to a function of one answer, called with a batch of one.
 
-    TRL gives texts where prompts are texts, and lists of messages where they are conversations.
-    Tasks do not tell which their rows were: the function is given texts, and if it cannot read
-    these, messages, and from then on what it could read."""
+    TRL passes strings if prompts are strings, and lists of messages if they are conversations. Tasks do
+    not say which their rows were: the function gets strings, and if it fails on these, messages, and
+    from then on the form on which it succeeded.
+    """
 
     def __init__(
         self,
@@ -141,7 +147,7 @@ class _TRL:
 
 
 def _trl_arguments(task: Task, answer: str, in_messages: bool) -> dict[str, object]:
-    """One-row columns. The reference answer has the names that data sets give it."""
+    """Return one-row columns. The reference answer has the names that data sets use."""
     prompt: object = "\n\n".join(message.content for message in task.prompt)
     completion: object = answer
     if in_messages:
@@ -158,7 +164,7 @@ def _trl_arguments(task: Task, answer: str, in_messages: bool) -> dict[str, obje
 
 
 def _only(found: object) -> object:
-    """The one number of a list."""
+    """Return the only number of a list."""
     if (
         isinstance(found, str)
         or not (hasattr(found, "__len__") and hasattr(found, "__getitem__"))

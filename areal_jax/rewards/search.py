@@ -1,4 +1,4 @@
-"""Search in passages of text by BM25."""
+"""Search in passages of text with BM25."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ MAX_QUERY_WORDS = 100
 
 
 class Index:
-    """Passages, found by their words. The same query finds the same passages in the same order on
-    every machine."""
+    """Passages, indexed by their words. A query returns the same passages in the same order on every
+    machine.
+    """
 
     def __init__(self, passages: Sequence[str]) -> None:
         if not passages:
@@ -24,7 +25,7 @@ class Index:
         self._ranking.index([words(passage) for passage in passages], show_progress=False)
 
     def search(self, query: str, num_results: int) -> list[str]:
-        """The passages that fit best, best first; none without a word in common."""
+        """Return the best passages, best first; none if no word matches."""
         known = [
             word for word in words(query)[:MAX_QUERY_WORDS] if word in self._ranking.vocab_dict
         ]
@@ -36,13 +37,14 @@ class Index:
 
 
 def words(text: str) -> list[str]:
-    """Words and numbers of a text, in lower case."""
+    """Return the words and numbers of a text, in lower case."""
     return re.findall(r"\w+", text.lower())
 
 
 def _bm25() -> Any:
     if "jax" not in sys.modules:
-        # The library would start jax, and with it claim an accelerator, for a sort that numpy does
+        # The library would start jax, and thereby claim an accelerator, for a sort that numpy does
+        # as well.
         # as well.
         sys.modules["jax"] = None  # type: ignore[assignment]
         try:

@@ -1,5 +1,6 @@
-"""What a policy may call, and what is done then. Runs in grading processes; standard library only
-until a tool is made."""
+"""Tools that a policy may call, and their execution in grading processes. Standard library only until
+a tool is used.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ if TYPE_CHECKING:
     from areal_jax.rewards.config import SandboxConfig
 
 Use: TypeAlias = Callable[[str], tuple[str, str]]
-"""What a tool does with an argument: how it went, a ToolOutcome, and the text for the policy."""
+"""Execution of a tool call: returns a ToolOutcome, and the text for the policy."""
 
 
 class Tool(NamedTuple):
     description: str
-    """For the policy to read."""
+    """Description for the policy."""
     parameter: str
-    """Name of its one argument, a text."""
+    """Name of its only argument, a string."""
 
 
 TOOLS: Mapping[str, Tool] = {
@@ -40,9 +41,16 @@ def make_tools(
     sandbox: SandboxConfig,
     timeout_s: float,
 ) -> dict[str, Use]:
-    """The tools of these names. ValueError, OSError or SandboxUnavailable where one cannot be had.
+    """Make the tools of these names.
 
-    Args: timeout_s: for one call of python."""
+    Args:
+        timeout_s: Time limit of one call of `python`.
+
+    Raises:
+        ValueError: A name is unknown, or documents are missing.
+        OSError: Documents cannot be read.
+        SandboxUnavailable: Programs cannot be isolated.
+    """
     if unknown := [name for name in names if name not in TOOLS]:
         raise ValueError(f"no tool {', '.join(unknown)}; known are {', '.join(TOOLS)}")
     made = dict[str, Use]()
@@ -71,7 +79,7 @@ def _python(config: SandboxConfig, timeout_s: float) -> Use:
     made = list[Sandboxes]()
 
     def use(program: str) -> tuple[str, str]:
-        # In each grading process its own.
+        # One in each grading process.
         sandboxes = made[0] if made else made.append(Sandboxes(config, bwrap)) or made[0]
         try:
             sandbox = sandboxes.take()
