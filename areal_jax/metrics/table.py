@@ -76,6 +76,7 @@ _TRAINER = (
     Entry("behave_weight", "importance weight proximal/behave", "ratio", "0.5 to 2"),
     Entry("behave_weight_squared", "mean square of the importance weight", "ratio", "near 1"),
     Entry("behave_weight_capped_fraction", "share of capped importance weights", "share"),
+    Entry("rejected_fraction", "share of tokens that a rejection removes", "share", "below 0.1"),
     Entry("behave_weight_p5", "5th percentile of the importance weight", "ratio", "above 0.5"),
     Entry("behave_weight_p50", "median importance weight", "ratio", "near 1"),
     Entry("behave_weight_p95", "95th percentile of the importance weight", "ratio", "below 2"),

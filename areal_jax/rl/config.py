@@ -47,9 +47,16 @@ class Weighted(ImportanceWeighting):
 
 @chz.chz
 class Truncated(ImportanceWeighting):
-    """The importance weight, truncated at `cap`."""
+    """The importance weight, clipped to [`floor`, `cap`].
+
+    Without a floor this is truncated importance sampling (TIS), with one clipped importance
+    sampling (CIS).
+    """
 
     cap: float = chz.field(validator=POSITIVE, doc="largest importance weight, a ratio above 0")
+    floor: float = chz.field(
+        validator=NOT_NEGATIVE, default=0.0, doc="smallest importance weight, a ratio; 0: no bound"
+    )
     level: Level = chz.field(
         default="token",
         doc="level of the weight: token, sequence (product) or geometric (mean over the sequence)",
@@ -58,14 +65,81 @@ class Truncated(ImportanceWeighting):
 
 @chz.chz
 class Masked(ImportanceWeighting):
-    """The importance weight; tokens above `cap` are masked, and the loss's denominator stays."""
+    """The importance weight; tokens outside [`floor`, `cap`] are masked, and the loss's denominator
+    stays.
+
+    With a floor this is IcePop (Ring-1T, arXiv:2510.18855: 0.5 and 5), at the level of sequences
+    masked importance sampling (MIS; TRL: 3).
+    """
 
     cap: float = chz.field(
         validator=POSITIVE, doc="importance weight above which a token is masked, a ratio above 0"
     )
+    floor: float = chz.field(
+        validator=NOT_NEGATIVE,
+        default=0.0,
+        doc="importance weight below which a token is masked, a ratio; 0: no bound",
+    )
     level: Level = chz.field(
         default="token",
         doc="level of the weight: token, sequence (product) or geometric (mean over the sequence)",
+    )
+
+
+@chz.chz
+class Rejection:
+    """Tokens and sequences that are removed from the loss; its denominator stays.
+
+    Independent of the importance weight. Every bound that is set holds; by default there is none.
+    With w = proximal/behave, or theta/behave where the proximal policy is behave, and means over
+    the loss tokens of a sequence:
+
+    - `geometric_min`, `geometric_max`: exp(mean(log w)) of a sequence (Geo-RS);
+    - `sequence_min`, `sequence_max`: the product of a sequence's w;
+    - `k3_max`: mean(w - 1 - log w) of a sequence (K3-RS);
+    - `binary_kl_max`: of a token, the larger one of both KLs between coins that show this token with
+      the proximal and the behaviour probability (KPop, https://ringtech.notion.site/kpop);
+    - `negative_log_ratio_max`: mean(log(behave/theta)) of a sequence whose advantage is negative
+      (OPSM of DeepSeek-V3.2, arXiv:2512.02556).
+    """
+
+    geometric_min: float | None = chz.field(
+        validator=POSITIVE,
+        default=None,
+        doc="smallest geometric mean of a sequence's importance weights (verl: 0.999); none: any",
+    )
+    geometric_max: float | None = chz.field(
+        validator=POSITIVE,
+        default=None,
+        doc="largest geometric mean of a sequence's importance weights (verl: 1.001); none: any",
+    )
+    sequence_min: float | None = chz.field(
+        validator=POSITIVE,
+        default=None,
+        doc="smallest product of a sequence's importance weights, a ratio; none: any",
+    )
+    sequence_max: float | None = chz.field(
+        validator=POSITIVE,
+        default=None,
+        doc="largest product of a sequence's importance weights, a ratio; none: any",
+    )
+    k3_max: float | None = chz.field(
+        validator=POSITIVE,
+        default=None,
+        doc="largest k3 estimate of a sequence's KL to behave, nats per token (verl: 0.01); none: "
+        "any",
+    )
+    binary_kl_max: float | None = chz.field(
+        validator=POSITIVE,
+        default=None,
+        doc="largest binary KL of a token between proximal and behave, in nats (KPop: 0.1); none: "
+        "any",
+    )
+    negative_log_ratio_max: float | None = chz.field(
+        validator=POSITIVE,
+        default=None,
+        doc="largest mean of log(behave/theta) over a sequence of negative advantage, in nats "
+        "(OPSM); none: any",
     )
 
 
@@ -81,6 +155,10 @@ class ImportanceWeightedLoss(Loss, ABC):
 
     importance_weighting: ImportanceWeighting = chz.field(
         default_factory=Weighted, doc="importance weight of tokens that an older policy sampled"
+    )
+    rejection: Rejection = chz.field(
+        default_factory=Rejection,
+        doc="bounds that remove tokens and sequences from the loss, whatever their weight",
     )
 
 
@@ -98,7 +176,13 @@ class ProximalLoss(ImportanceWeightedLoss, ABC):
 @chz.chz
 class DecoupledPPO(ProximalLoss):
     """Decoupled PPO (AReaL, arXiv:2505.24298, equation 5): clips around the policy just before the
-    step."""
+    step.
+
+    `behave_clip` adds a second clip around the policy that sampled the token, so that a token that
+    is used for many steps does not move without a bound:
+    min(u, 1 + clip_eps_high, c behave/proximal) A where A > 0, and
+    max(u, 1 - clip_eps, behave/proximal / c) A where A < 0.
+    """
 
     clip_eps: float = chz.field(
         validator=POSITIVE, default=0.2, doc="lower clip range of theta/proximal, a ratio"
@@ -110,6 +194,12 @@ class DecoupledPPO(ProximalLoss):
         validator=ABOVE_ONE,
         default=None,
         doc="dual clip: bound c > 1 on the loss of negative advantages; none: no bound",
+    )
+    behave_clip: float | None = chz.field(
+        validator=ABOVE_ONE,
+        default=None,
+        doc="second clip: bound c > 1 on theta/behave (1/c where the advantage is negative), beyond "
+        "which a token has no gradient; none: no bound",
     )
 
 

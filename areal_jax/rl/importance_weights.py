@@ -5,6 +5,8 @@ Axes: B rows, T tokens.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,8 @@ from areal_jax.rl.config import (
     ImportanceWeightedLoss,
     Loss,
     Masked,
+    ProximalLoss,
+    Rejection,
     Truncated,
     Unweighted,
     Weighted,
@@ -89,16 +93,66 @@ def behave_weight(
             weight = jnp.exp(log_weight)
             if isinstance(importance_weighting, Weighted):
                 return weight, nowhere
-            capped = weight > importance_weighting.cap
-            return jnp.where(
-                capped,
-                importance_weighting.cap if isinstance(importance_weighting, Truncated) else 0.0,
-                weight,
-            ), capped
+            floor, cap = importance_weighting.floor, importance_weighting.cap
+            capped = (weight < floor) | (weight > cap)
+            if isinstance(importance_weighting, Truncated):
+                return jnp.clip(weight, floor, cap), capped
+            return jnp.where(capped, 0.0, weight), capped
     raise TypeError(
         f"expected an importance weighting, found {type(importance_weighting).__name__}; set "
         "trainer.loss.importance_weighting to one of areal_jax.rl.config"
     )
+
+
+def rejected_tokens(
+    config: Loss,
+    logp: Float[Array, "*B T"],
+    proximal_logp: Float[Array, "*B T"],
+    behave_logp: Float[Array, "*B T"],
+    advantages: Float[Array, "*B T"],
+    mask: Bool[Array, "*B T"],
+    segment_ids: Int[Array | np.ndarray, "*B T"] | None,
+) -> Bool[Array, "*B T"] | None:
+    """Find the tokens under the mask that `Rejection` removes; None where it has no bound."""
+    if not isinstance(config, ImportanceWeightedLoss) or config.rejection == Rejection():
+        return None
+    bounds, logp = config.rejection, jax.lax.stop_gradient(logp)
+    is_behave = isinstance(config, ProximalLoss) and config.proximal == "behave"
+    policy_logp = logp if is_behave else proximal_logp
+    log_weight = policy_logp - behave_logp
+    rejected = jnp.zeros_like(mask)
+    mean = sequence_mean(log_weight, mask, segment_ids)
+    for level, low, high in (
+        (mean, bounds.geometric_min, bounds.geometric_max),
+        (sequence_sum(log_weight, mask, segment_ids), bounds.sequence_min, bounds.sequence_max),
+    ):
+        rejected |= level < (-math.inf if low is None else math.log(low))
+        rejected |= level > (math.inf if high is None else math.log(high))
+    if bounds.k3_max is not None:
+        k3 = jnp.expm1(log_weight) - log_weight
+        rejected |= sequence_mean(k3, mask, segment_ids) > bounds.k3_max
+    if bounds.binary_kl_max is not None:
+        forward, backward = (
+            binary_kl(policy_logp, behave_logp),
+            binary_kl(behave_logp, policy_logp),
+        )
+        rejected |= jnp.maximum(forward, backward) > bounds.binary_kl_max
+    if bounds.negative_log_ratio_max is not None:
+        distance = sequence_mean(behave_logp - logp, mask, segment_ids)
+        rejected |= (distance > bounds.negative_log_ratio_max) & (
+            sequence_mean(advantages, mask, segment_ids) < 0.0
+        )
+    return rejected & mask
+
+
+def binary_kl(logp: Float[Array, "*B T"], other_logp: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
+    """KL of two coins that show a token with probabilities p = e^logp and q = e^other_logp:
+    p log(p/q) + (1 - p) log((1-p)/(1-q))."""
+    # Of a token with probability 1, rounding may make the log-prob positive.
+    log_rest, other_log_rest = (
+        jnp.log(-jnp.expm1(jnp.minimum(x, -1e-6))) for x in (logp, other_logp)
+    )
+    return jnp.exp(logp) * (logp - other_logp) + jnp.exp(log_rest) * (log_rest - other_log_rest)
 
 
 def sequence_sum(

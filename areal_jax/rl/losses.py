@@ -30,7 +30,7 @@ from areal_jax.rl.config import (
     Truncated,
     Weighted,
 )
-from areal_jax.rl.importance_weights import behave_weight, sequence_mean
+from areal_jax.rl.importance_weights import behave_weight, rejected_tokens, sequence_mean
 from areal_jax.rl.token_losses import PolicyLoss, masked_sum, mean_loss, zero_outside
 
 
@@ -102,8 +102,8 @@ def policy_loss(
 ) -> PolicyLoss:
     """Compute the objective that `config` selects.
 
-    L = -1/N sum_t w_t f(u_t, A_t), with w the importance weight proximal/behave as configured and
-    u = theta/proximal. PPO does not read `proximal_logp`: its proximal policy is behave.
+    L = -1/N sum_t w_t f(u_t, A_t), with w the importance weight proximal/behave as configured (0
+    where a token is rejected) and u = theta/proximal. PPO does not read `proximal_logp`: its proximal policy is behave.
 
     Args:
         config: the objective.
@@ -130,12 +130,20 @@ def policy_loss(
     )
 
     weight, capped = behave_weight(config, proximal_logp - behave_logp, mask, segment_ids)
+    rejected = rejected_tokens(
+        config, logp, proximal_logp, behave_logp, advantages, mask, segment_ids
+    )
+    if rejected is not None:
+        weight = jnp.where(rejected, 0.0, weight)
     # A masked token must not reach exp: in the backward pass the zero that masks it would meet inf.
     log_ratio = jnp.where(weight > 0.0, logp - proximal_logp, 0.0)
     match config:
         case DecoupledPPO() | PPO():
+            far = None
+            if isinstance(config, DecoupledPPO) and config.behave_clip is not None:
+                far = config.behave_clip, proximal_logp - behave_logp
             gain, extra = _clipped(
-                log_ratio, advantages, config.clip_eps, config.clip_eps_high, config.dual_clip
+                log_ratio, advantages, config.clip_eps, config.clip_eps_high, config.dual_clip, far
             )
         case GSPO():
             # The mean includes tokens that their importance weight masks.
@@ -158,6 +166,8 @@ def policy_loss(
                 "one of areal_jax.rl.config"
             )
     token_loss = jnp.where(mask, -weight * gain, 0.0)
+    if rejected is not None:
+        extra["rejected_fraction"] = rejected
 
     count = jnp.sum(mask, dtype=token_loss.dtype)
     log_ratio_to_behave = jax.lax.stop_gradient(logp) - behave_logp
@@ -184,9 +194,19 @@ def _clipped(
     clip_eps: float,
     clip_eps_high: float | None,
     dual_clip: float | None,
+    behave_clip: tuple[float, Float[Array, "*B T"]] | None = None,
 ) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:
     """min(uA, clip(u, 1-clip_eps, 1+clip_eps_high) A), at least dual_clip · A where A < 0, and
-    where u is clipped."""
+    where u is clipped.
+
+    Args:
+        log_ratio: log u.
+        advantages: A.
+        clip_eps: lower clip range.
+        clip_eps_high: upper clip range; None: `clip_eps`.
+        dual_clip: c > 1, or None.
+        behave_clip: bound c > 1 on theta/behave, and log(proximal/behave) of every token.
+    """
     if dual_clip is not None and dual_clip <= 1.0:
         raise ValueError(
             f"expected dual_clip above 1, found {dual_clip}; set trainer.loss.dual_clip to c > 1, "
@@ -199,6 +219,10 @@ def _clipped(
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     lower = jnp.where(advantages < 0.0, 1.0 - clip_eps, 0.0)
     upper = 1.0 + (clip_eps if clip_eps_high is None else clip_eps_high)
+    if behave_clip is not None:
+        bound, log_weight = behave_clip
+        lower = jnp.where(advantages < 0.0, jnp.maximum(lower, jnp.exp(-log_weight) / bound), lower)
+        upper = jnp.minimum(upper, bound * jnp.exp(-log_weight))
     upper = jnp.where(advantages < 0.0, jnp.inf if dual_clip is None else dual_clip, upper)
     too_low, too_high = ratio < lower, ratio > upper
     bounded = too_low | too_high

@@ -23,10 +23,14 @@ from areal_jax.rl.config import (
     KLInReward,
     LeaveOneOut,
     Loss,
+    Masked,
     Mean,
     Reference,
     Reinforce,
+    Rejection,
     Shaping,
+    Truncated,
+    Unweighted,
 )
 
 
@@ -44,6 +48,10 @@ class Preset:
     success_rate_above: float | None = None
     success_rate_below: float | None = None
 
+
+_GEOMETRIC = Rejection(geometric_min=0.999, geometric_max=1.001)
+_K3 = Rejection(k3_max=0.01)
+_VERL = "verl, RolloutCorrectionConfig: "
 
 PRESETS: dict[str, Preset] = {
     "areal": Preset("AReaL, arXiv:2505.24298, table 3", advantages=BatchNormalized()),
@@ -96,4 +104,63 @@ PRESETS: dict[str, Preset] = {
     "sapo": Preset("SAPO, arXiv:2511.20347", loss=SAPO(), loss_mean="sequences"),
     "m2po": Preset("M2PO, arXiv:2510.01161", loss=M2PO()),
     "cispo": Preset("CISPO, arXiv:2506.13585", loss=CISPO()),
+    "icepop": Preset(
+        "IcePop (Ring-1T), arXiv:2510.18855",
+        loss=DecoupledPPO(importance_weighting=Masked(floor=0.5, cap=5.0)),
+    ),
+    "kpop": Preset(
+        "KPop, https://ringtech.notion.site/kpop",
+        loss=DecoupledPPO(rejection=Rejection(binary_kl_max=0.1)),
+    ),
+    "mis": Preset(
+        "masked importance sampling of sequences, as in TRL",
+        loss=DecoupledPPO(importance_weighting=Masked(cap=3.0, level="sequence")),
+    ),
+    "double_clip": Preset(
+        "decoupled PPO (AReaL, arXiv:2505.24298, equation 5) with a second clip on theta/behave",
+        loss=DecoupledPPO(behave_clip=2.0),
+        advantages=BatchNormalized(),
+    ),
+    "decoupled_token_is": Preset(
+        _VERL + "weights of tokens, truncated",
+        loss=DecoupledPPO(importance_weighting=Truncated(cap=2.0)),
+    ),
+    "decoupled_seq_is": Preset(
+        _VERL + "weights of sequences, truncated",
+        loss=DecoupledPPO(importance_weighting=Truncated(cap=2.0, level="sequence")),
+    ),
+    "decoupled_seq_is_rs": Preset(
+        _VERL + "weights of sequences, truncated, and rejection by them",
+        loss=DecoupledPPO(
+            importance_weighting=Truncated(cap=2.0, level="sequence"),
+            rejection=Rejection(sequence_min=0.5, sequence_max=2.0),
+        ),
+    ),
+    "decoupled_geo_rs": Preset(
+        _VERL + "rejection by the geometric mean, no weights",
+        loss=DecoupledPPO(importance_weighting=Unweighted(), rejection=_GEOMETRIC),
+    ),
+    "decoupled_geo_rs_token_tis": Preset(
+        _VERL + "rejection by the geometric mean, and truncated weights of tokens",
+        loss=DecoupledPPO(importance_weighting=Truncated(cap=2.0), rejection=_GEOMETRIC),
+    ),
+    "decoupled_k3_rs": Preset(
+        _VERL + "rejection by the k3 estimate, no weights",
+        loss=DecoupledPPO(importance_weighting=Unweighted(), rejection=_K3),
+    ),
+    "decoupled_k3_rs_token_tis": Preset(
+        _VERL + "rejection by the k3 estimate, and truncated weights of tokens",
+        loss=DecoupledPPO(importance_weighting=Truncated(cap=2.0), rejection=_K3),
+    ),
+    "bypass_ppo_clip": Preset(
+        _VERL + "plain PPO around the policy that sampled", loss=DecoupledPPO(proximal="behave")
+    ),
+    "bypass_ppo_clip_geo_rs": Preset(
+        _VERL + "plain PPO, and rejection by the geometric mean of theta/behave",
+        loss=DecoupledPPO(proximal="behave", rejection=_GEOMETRIC),
+    ),
+    "bypass_ppo_clip_k3_rs": Preset(
+        _VERL + "plain PPO, and rejection by the k3 estimate of theta/behave",
+        loss=DecoupledPPO(proximal="behave", rejection=_K3),
+    ),
 }

@@ -24,6 +24,7 @@ from areal_jax.rl.config import (
     Loss,
     Masked,
     Reinforce,
+    Rejection,
     Truncated,
     Unweighted,
     Weighted,
@@ -298,6 +299,13 @@ EVERY: list[Loss] = [
     DecoupledPPO(importance_weighting=Masked(cap=1.5)),
     DecoupledPPO(importance_weighting=Truncated(cap=1.5, level="geometric")),
     DecoupledPPO(importance_weighting=Weighted(level="sequence")),
+    DecoupledPPO(importance_weighting=Masked(floor=0.6, cap=1.5)),
+    DecoupledPPO(importance_weighting=Truncated(floor=0.6, cap=1.5)),
+    DecoupledPPO(dual_clip=3.0, behave_clip=1.2),
+    DecoupledPPO(rejection=Rejection(geometric_min=0.8, geometric_max=1.2, sequence_max=1.5)),
+    DecoupledPPO(rejection=Rejection(k3_max=0.1), importance_weighting=Unweighted()),
+    Reinforce(rejection=Rejection(binary_kl_max=0.1, negative_log_ratio_max=0.1)),
+    DecoupledPPO(proximal="behave", rejection=Rejection(sequence_min=0.7, k3_max=0.1)),
     PPO(),
     GSPO(clip_eps=0.1, clip_eps_high=0.2),
     GSPO(clip_eps=0.1, importance_weighting=Masked(cap=1.2, level="geometric")),
@@ -512,6 +520,87 @@ def test_importance_weightings_equal_hand_computed_numbers() -> None:
     )
 
 
+# As BEHAVE, but far above theta on the third token: w = proximal/behave =
+# e^[.2, 0, -1, 2] = [1.221403, 1, .367879, 7.389056], gain f = [1.105171, 1.2, -.8, 2], segments of
+# two tokens, -Σ w f / 4.
+FAR = np.array([-1.3, -0.9, -0.6, -3.2], np.float32)
+PAIRS = np.array([1, 1, 2, 2], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, -4.258417),
+        # IcePop keeps [1.221403, 1]: the values of verl, AReaL and slime.
+        ({"importance_weighting": Masked(floor=0.5, cap=5.0)}, -0.637465),
+        ({"importance_weighting": Masked(cap=5.0)}, -0.563889),
+        # CIS: w = [1.221403, 1, .5, 5].
+        ({"importance_weighting": Truncated(floor=0.5, cap=5.0)}, -3.037465),
+        # TIS: w = [1.221403, 1, .367879, 2]; by sequence [e^.2, e^.2, 2, 2].
+        ({"importance_weighting": Truncated(cap=2.0)}, -1.563889),
+        ({"importance_weighting": Truncated(cap=2.0, level="sequence")}, -1.303886),
+        # MIS: products [e^.2, e^1 = 2.718282].
+        ({"importance_weighting": Masked(cap=3.0, level="sequence")}, -1.51937),
+        ({"importance_weighting": Masked(cap=2.0, level="sequence")}, -0.703886),
+        # Geo-RS: means e^.1 = 1.105171 and e^.5 = 1.648721.
+        (
+            {
+                "rejection": Rejection(geometric_min=0.9, geometric_max=1.2),
+                "importance_weighting": Truncated(cap=2.0),
+            },
+            -0.637465,
+        ),
+        ({"rejection": Rejection(sequence_min=0.5, sequence_max=2.0)}, -0.637465),
+        # K3-RS: means of w - 1 - log w .010701 and 2.378468.
+        ({"rejection": Rejection(k3_max=0.011)}, -0.637465),
+        ({"rejection": Rejection(k3_max=0.0107)}, 0.0),
+        ({"rejection": Rejection(k3_max=2.378469)}, -4.258417),
+        # KPop: binary KLs [.00881, 0, .291475, .38103].
+        ({"rejection": Rejection(binary_kl_max=0.1)}, -0.637465),
+        ({"rejection": Rejection(binary_kl_max=2.0)}, -4.258417),
+    ],
+)
+def test_weights_and_rejections_equal_reference_code(
+    settings: dict[str, Any], expected: float
+) -> None:
+    config = DecoupledPPO(**settings)
+    out = policy_loss(config, LOGP, PROXIMAL, FAR, ADVANTAGES, ALL, PAIRS)
+    assert float(out.loss) == pytest.approx(expected, abs=1e-6)
+    if "rejection" in settings:
+        assert mean(out, "rejected_fraction") == {-0.637465: 0.5, -4.258417: 0.0}.get(expected, 1.0)
+
+
+def test_opsm_drops_far_sequences_of_negative_advantage() -> None:
+    # mean(behave - theta) = -.25 and .2; only the second sequence's advantage is negative. What is
+    # left: (1.105171 + 1.2) / 4, with w = 1.
+    advantages = np.array([1.0, 1.0, -1.0, -1.0], np.float32)
+    for bound, expected in ((0.1, -0.576293), (0.21, -0.576293 + (0.8 + 1.0) / 4)):
+        config = DecoupledPPO(rejection=Rejection(negative_log_ratio_max=bound))
+        out = policy_loss(config, LOGP, PROXIMAL, PROXIMAL, advantages, ALL, PAIRS)
+        assert float(out.loss) == pytest.approx(expected, abs=1e-6)
+
+
+def test_behave_clip_stops_gradients_in_the_advantages_direction() -> None:
+    # theta/behave = e^[.3, .4, -1.4, 2], c = 1.4: token 0 (1.349859) is inside, token 1 (1.491825)
+    # is clipped already, token 2 (A < 0, .246597 < 1/1.4) and token 3 (7.389056) are beyond. u is
+    # bounded by 1/1.4 / w = 1.941628 from below and by 1.4 / w = .189469 from above: w times that
+    # is 1/1.4 and 1.4.
+    loss, gradient = jax.value_and_grad(
+        lambda logp: (
+            policy_loss(DecoupledPPO(behave_clip=1.4), logp, PROXIMAL, FAR, ADVANTAGES, ALL).loss
+        )
+    )(LOGP)
+    assert float(loss) == pytest.approx(-(1.349859 + 1.2 - 1 / 1.4 + 2 * 1.4) / 4, abs=1e-6)
+    np.testing.assert_allclose(gradient, [-1.349859 / 4, 0.0, 0.0, 0.0], atol=1e-6)
+    # Against the advantage's direction nothing stops: A of the other sign.
+    gradient = jax.grad(
+        lambda logp: (
+            policy_loss(DecoupledPPO(behave_clip=1.4), logp, PROXIMAL, FAR, -ADVANTAGES, ALL).loss
+        )
+    )(LOGP)
+    assert (gradient != 0.0).all()
+
+
 def test_custom_loss_is_weighted_and_averaged_like_the_others() -> None:
     spo = load_experiment("own_objective").trainer.loss
     assert (
@@ -594,8 +683,10 @@ def textbook_loss(config: Loss, inputs: Inputs) -> float:
             if isinstance(config, PPO):
                 proximal = behave
             for t in range(len(theta)):
+                if textbook_rejection(config, theta, proximal, behave, advantages, t):
+                    continue
                 w = textbook_weight(config, proximal - behave, t)
-                total -= w * textbook_gain(config, theta, proximal, advantages, t)
+                total -= w * textbook_gain(config, theta, proximal, advantages, t, behave)
     return total / inputs.mask.sum()
 
 
@@ -613,18 +704,60 @@ def textbook_weight(config: Loss, log_weights: np.ndarray, t: int) -> float:
         )
     )
     match importance_weighting:
-        case Truncated(cap=cap):
-            return min(w, cap)
-        case Masked(cap=cap):
-            return w if w <= cap else 0.0
+        case Truncated(cap=cap, floor=floor):
+            return max(floor, min(w, cap))
+        case Masked(cap=cap, floor=floor):
+            return w if floor <= w <= cap else 0.0
     return w
 
 
+def textbook_rejection(
+    config: Loss,
+    theta: np.ndarray,
+    proximal: np.ndarray,
+    behave: np.ndarray,
+    advantages: np.ndarray,
+    t: int,
+) -> bool:
+    """Whether one of the bounds that are set is violated."""
+    bounds = getattr(config, "rejection", Rejection())
+    policy = theta if getattr(config, "proximal", "") == "behave" else proximal
+    w, q, p = np.exp(policy - behave), behave[t], policy[t]
+
+    def coin(a: float, b: float) -> float:
+        rest_a, rest_b = (-np.expm1(min(x, -1e-6)) for x in (a, b))
+        return float(np.exp(a) * (a - b) + rest_a * np.log(rest_a / rest_b))
+
+    measured = {
+        "geometric": np.prod(w) ** (1 / len(w)),
+        "sequence": np.prod(w),
+        "k3": (w - 1.0 - np.log(w)).mean(),
+        "binary_kl": max(coin(p, q), coin(q, p)),
+        "negative_log_ratio": (behave - theta).mean() if advantages.mean() < 0 else -np.inf,
+    }
+    return any(
+        measured[name] > (np.inf if (high := getattr(bounds, f"{name}_max")) is None else high)
+        or measured[name] < (getattr(bounds, f"{name}_min", None) or -np.inf)
+        for name in measured
+    )
+
+
 def textbook_gain(
-    config: Loss, theta: np.ndarray, proximal: np.ndarray, advantages: np.ndarray, t: int
+    config: Loss,
+    theta: np.ndarray,
+    proximal: np.ndarray,
+    advantages: np.ndarray,
+    t: int,
+    behave: np.ndarray,
 ) -> float:
     u, advantage = float(np.exp(theta[t] - proximal[t])), float(advantages[t])
     match config:
+        case DecoupledPPO(behave_clip=c) if c is not None:
+            from_behave = float(np.exp(behave[t] - proximal[t]))
+            if advantage > 0:
+                return min(u, 1.2, c * from_behave) * advantage
+            held = max(u, 0.8, from_behave / c)
+            return max(held * advantage, 3.0 * advantage)
         case DecoupledPPO() | PPO():
             term = min(u * advantage, np.clip(u, 0.8, 1.2) * advantage)
             return (
