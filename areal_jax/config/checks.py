@@ -15,7 +15,7 @@ from areal_jax.errors import ConfigError
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.python_objects import PREFIX, is_missing
 from areal_jax.rewards.tools import TOOLS
-from areal_jax.rl.config import GAE, GroupNormalized, LeaveOneOut, Reference
+from areal_jax.rl.config import DPPO, GAE, GroupNormalized, LeaveOneOut, Reference
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.trainer.config import Critic, TrainerConfig
 from areal_jax.workflows.config import Agent, CustomWorkflow, MultiTurn, SingleTurn, ToolUse
@@ -38,6 +38,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
         yield from _signal(experiment)
         yield from _used_critic(experiment)
         yield from _success_rates(experiment)
+        yield from _weighted_penalty(experiment)
     else:
         yield from _used_trainer_settings(experiment)
     if isinstance(experiment, PreferenceExperiment):
@@ -154,6 +155,16 @@ def _signal(experiment: Experiment) -> Iterator[str]:
         yield (
             f"rewards.correct={experiment.rewards.correct} is not above "
             f"rewards.wrong={experiment.rewards.wrong}; raise the first or lower the second"
+        )
+
+
+def _weighted_penalty(experiment: Experiment) -> Iterator[str]:
+    """Means of the loss are factors of the advantage, which a penalty beside it does not have."""
+    loss, mean = experiment.trainer.loss, experiment.trainer.loss_mean
+    if isinstance(loss, DPPO) and loss.log_ratio_penalty and mean != "tokens":
+        yield (
+            f"trainer.loss.log_ratio_penalty={loss.log_ratio_penalty} needs "
+            f"trainer.loss_mean=tokens, found {mean}; set it, or set the penalty to 0"
         )
 
 

@@ -204,7 +204,62 @@ class DecoupledPPO(ProximalLoss):
 
 
 @chz.chz
-class PPO(Loss):
+class BehaveLoss(Loss, ABC):
+    """An objective centred on the policy that sampled the tokens, without a proximal policy."""
+
+
+@chz.chz
+class DPPO(BehaveLoss):
+    """DPPO (arXiv:2602.04879): the importance-weighted policy gradient of every token, except of
+    those that have moved too far in the advantage's direction, measured in probability.
+
+    With p = theta's probability of the token, q = behave's and r = p/q, the objective is
+    keep r A - log_ratio_penalty log(r)². `tv` drops a token if (p - q) sign(A) > threshold; `kl` if
+    q log(q/p) + (1-q) log((1-q)/(1-p)) > threshold and p - q has the sign of A. A ratio clip
+    stops rare tokens too early and common ones too late; these bounds do not.
+    """
+
+    divergence: Literal["tv", "kl"] = chz.field(
+        default="tv", doc="distance of a token's probability from behave's: tv or (binary) kl"
+    )
+    threshold: float = chz.field(
+        validator=POSITIVE,
+        default=0.2,
+        doc="distance beyond which a token has no gradient, a probability, or nats for kl (0.05)",
+    )
+    log_ratio_penalty: float = chz.field(
+        validator=NOT_NEGATIVE,
+        default=0.0,
+        doc="factor of log(theta/behave)², also of dropped tokens (prime-rl: 0.001); needs "
+        "trainer.loss_mean=tokens",
+    )
+
+
+@chz.chz
+class VESPO(BehaveLoss):
+    """VESPO (arXiv:2602.10693): the policy gradient of every token, weighted by a smooth function
+    of its sequence's importance weight.
+
+    phi(W) A log theta with the constant phi(W) = W^k exp(lam (1 - W)) and W the product of
+    theta/behave over the sequence. phi(1) = 1; small and large W vanish.
+    """
+
+    k_positive: float = chz.field(
+        validator=POSITIVE, default=2.0, doc="exponent k for advantages of at least 0"
+    )
+    lam_positive: float = chz.field(
+        validator=POSITIVE, default=3.0, doc="decay lambda for advantages of at least 0"
+    )
+    k_negative: float = chz.field(
+        validator=POSITIVE, default=3.0, doc="exponent k for negative advantages"
+    )
+    lam_negative: float = chz.field(
+        validator=POSITIVE, default=2.0, doc="decay lambda for negative advantages"
+    )
+
+
+@chz.chz
+class PPO(BehaveLoss):
     """Plain PPO: clips around the policy that sampled the token."""
 
     clip_eps: float = chz.field(
@@ -236,6 +291,20 @@ class GSPO(ProximalLoss):
 
 
 @chz.chz
+class GMPO(ProximalLoss):
+    """GMPO (arXiv:2507.20673): the geometric mean of a sequence's ratios, each clipped.
+
+    exp(mean(c)) A with c = min(log u, clip) where A > 0 and max(log u, -clip) elsewhere.
+    """
+
+    clip: float = chz.field(
+        validator=POSITIVE,
+        default=0.4,
+        doc="bound on log(theta/proximal) of a token in the advantage's direction, in nats",
+    )
+
+
+@chz.chz
 class SAPO(ProximalLoss):
     """SAPO (arXiv:2511.20347): a sigmoid around ratio 1 in place of the clip."""
 
@@ -252,13 +321,20 @@ class SAPO(ProximalLoss):
 @chz.chz
 class CISPO(ProximalLoss):
     """CISPO (arXiv:2506.13585, equation 4): the policy gradient of every token, weighted by its
-    clipped ratio."""
+    clipped ratio.
+
+    The paper leaves the upper bound open. The default allows a weight of 5, as ScaleRL
+    (arXiv:2510.13786), SkyRL and AReaL advise: a bound of 1.2, as in verl's script, is a PPO
+    clip's, and shrinks the weight of the very tokens that CISPO means to keep.
+    """
 
     clip_eps_low: float | None = chz.field(
         validator=POSITIVE, default=None, doc="lower clip range of the weight; none: no lower bound"
     )
     clip_eps_high: float = chz.field(
-        validator=POSITIVE, default=0.2, doc="upper clip range of the weight, a ratio"
+        validator=POSITIVE,
+        default=4.0,
+        doc="upper clip range of the weight, a ratio: the weight is at most 1 + this",
     )
 
 

@@ -17,10 +17,14 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from areal_jax.rl.config import (
     CISPO,
+    DPPO,
+    GMPO,
     GSPO,
     M2PO,
     PPO,
     SAPO,
+    VESPO,
+    BehaveLoss,
     CustomLoss,
     DecoupledPPO,
     ImportanceWeighting,
@@ -30,7 +34,13 @@ from areal_jax.rl.config import (
     Truncated,
     Weighted,
 )
-from areal_jax.rl.importance_weights import behave_weight, rejected_tokens, sequence_mean
+from areal_jax.rl.importance_weights import (
+    behave_weight,
+    binary_kl,
+    rejected_tokens,
+    sequence_mean,
+    sequence_sum,
+)
 from areal_jax.rl.token_losses import PolicyLoss, masked_sum, mean_loss, zero_outside
 
 
@@ -103,7 +113,8 @@ def policy_loss(
     """Compute the objective that `config` selects.
 
     L = -1/N sum_t w_t f(u_t, A_t), with w the importance weight proximal/behave as configured (0
-    where a token is rejected) and u = theta/proximal. PPO does not read `proximal_logp`: its proximal policy is behave.
+    where a token is rejected) and u = theta/proximal. A `BehaveLoss` does not read
+    `proximal_logp`: its proximal policy is behave.
 
     Args:
         config: the objective.
@@ -125,7 +136,7 @@ def policy_loss(
     behave_logp = jax.lax.stop_gradient(zero_outside(mask, behave_logp))
     proximal_logp = (
         behave_logp
-        if isinstance(config, PPO)
+        if isinstance(config, BehaveLoss)
         else jax.lax.stop_gradient(zero_outside(mask, proximal_logp))
     )
 
@@ -152,6 +163,13 @@ def policy_loss(
             gain, extra = _clipped(
                 log_ratio, advantages, config.clip_eps, config.clip_eps_high, None
             )
+        case GMPO():
+            advantages = sequence_mean(advantages, mask, segment_ids)
+            gain, extra = _geometric(logp - proximal_logp, advantages, mask, segment_ids, config)
+        case DPPO():
+            gain, extra = _within_divergence(logp, behave_logp, advantages, config)
+        case VESPO():
+            gain, extra = _smoothly_weighted(logp, log_ratio, advantages, mask, segment_ids, config)
         case SAPO():
             gain, extra = _gated(log_ratio, advantages, config), {}
         case CISPO():
@@ -233,6 +251,57 @@ def _clipped(
         "clip_fraction": jnp.where(advantages > 0.0, too_high, too_low),
         "dual_clip_fraction": too_high & (advantages < 0.0),
     }
+
+
+def _geometric(
+    log_ratio: Float[Array, "*B T"],
+    advantages: Float[Array, "*B T"],
+    mask: Bool[Array, "*B T"],
+    segment_ids: Int[Array | np.ndarray, "*B T"] | None,
+    config: GMPO,
+) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:
+    """exp(mean of the bounded log u over the sequence) A (GMPO, arXiv:2507.20673)."""
+    bounded = jnp.where(
+        advantages > 0.0,
+        jnp.minimum(log_ratio, config.clip),
+        jnp.maximum(log_ratio, -config.clip),
+    )
+    ratio = jnp.exp(sequence_mean(bounded, mask, segment_ids))
+    return ratio * advantages, {"clip_fraction": bounded != log_ratio}
+
+
+def _within_divergence(
+    logp: Float[Array, "*B T"],
+    behave_logp: Float[Array, "*B T"],
+    advantages: Float[Array, "*B T"],
+    config: DPPO,
+) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:
+    """keep r A - log_ratio_penalty log(r)² (DPPO, arXiv:2602.04879)."""
+    log_ratio, held = logp - behave_logp, jax.lax.stop_gradient(logp)
+    moved = jnp.exp(held) - jnp.exp(behave_logp)
+    distance = jnp.abs(moved) if config.divergence == "tv" else binary_kl(behave_logp, held)
+    dropped = (distance > config.threshold) & (moved * advantages > 0.0)
+    # A dropped token must not reach exp, as in `_clipped`.
+    ratio = jnp.where(dropped, 0.0, jnp.exp(jnp.where(dropped, 0.0, log_ratio)))
+    gain = ratio * advantages - config.log_ratio_penalty * log_ratio**2
+    return gain, {"clip_fraction": dropped}
+
+
+def _smoothly_weighted(
+    logp: Float[Array, "*B T"],
+    log_ratio: Float[Array, "*B T"],
+    advantages: Float[Array, "*B T"],
+    mask: Bool[Array, "*B T"],
+    segment_ids: Int[Array | np.ndarray, "*B T"] | None,
+    config: VESPO,
+) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:
+    """phi(W) A log theta with phi(W) = W^k exp(lam (1 - W)) (VESPO, arXiv:2602.10693)."""
+    log_product = jax.lax.stop_gradient(sequence_sum(log_ratio, mask, segment_ids))
+    k = jnp.where(advantages < 0.0, config.k_negative, config.k_positive)
+    lam = jnp.where(advantages < 0.0, config.lam_negative, config.lam_positive)
+    # From W = e^20 on phi is 0 in float32; beyond, inf - inf would be nan.
+    log_product = jnp.minimum(log_product, 20.0)
+    return jnp.exp(k * log_product - lam * jnp.expm1(log_product)) * advantages * logp, {}
 
 
 def _gated(

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 
 from areal_jax.rl.config import (
     CISPO,
+    DPPO,
     GAE,
+    GMPO,
     GSPO,
     M2PO,
     PPO,
     SAPO,
+    VESPO,
     Advantages,
     BatchNormalized,
     DecoupledPPO,
@@ -104,6 +107,19 @@ PRESETS: dict[str, Preset] = {
     "sapo": Preset("SAPO, arXiv:2511.20347", loss=SAPO(), loss_mean="sequences"),
     "m2po": Preset("M2PO, arXiv:2510.01161", loss=M2PO()),
     "cispo": Preset("CISPO, arXiv:2506.13585", loss=CISPO()),
+    "dppo": Preset("DPPO, arXiv:2602.04879, total variation", loss=DPPO()),
+    "dppo_kl": Preset(
+        "DPPO, arXiv:2602.04879, binary KL", loss=DPPO(divergence="kl", threshold=0.05)
+    ),
+    "gmpo": Preset("GMPO, arXiv:2507.20673", loss=GMPO(), loss_mean="sequences"),
+    "vespo": Preset("VESPO, arXiv:2602.10693", loss=VESPO()),
+    # GSPO's loss of a sequence times its own length.
+    "luspo": Preset("LUSPO, arXiv:2602.05261", loss=GSPO(), loss_mean="constant"),
+    "opsm": Preset(
+        "GRPO with the off-policy sequence mask of DeepSeek-V3.2, arXiv:2512.02556, at 0.1 nats",
+        loss=DecoupledPPO(rejection=Rejection(negative_log_ratio_max=0.1)),
+        loss_mean="sequences",
+    ),
     "icepop": Preset(
         "IcePop (Ring-1T), arXiv:2510.18855",
         loss=DecoupledPPO(importance_weighting=Masked(floor=0.5, cap=5.0)),

@@ -83,7 +83,8 @@ class Critic:
 class TrainerConfig:
     loss: Loss = chz.field(
         default_factory=DecoupledPPO,
-        doc="the objective: DecoupledPPO, PPO, GSPO, SAPO, CISPO, M2PO or Reinforce",
+        doc="the objective: DecoupledPPO, PPO, GSPO, GMPO, SAPO, CISPO, M2PO, DPPO, VESPO or "
+        "Reinforce",
     )
     loss_mean: Mean = chz.field(
         default="tokens",

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from areal_jax.metrics.meters import Mean
-from areal_jax.rl.config import GAE, M2PO, PPO, KLInLoss, Loss, Proximal, ProximalLoss
+from areal_jax.rl.config import GAE, M2PO, BehaveLoss, KLInLoss, Loss, Proximal, ProximalLoss
 from areal_jax.rl.importance_weights import interpolated_proximal, second_moment_mask
 from areal_jax.rl.kl import kl_loss
 from areal_jax.rl.losses import policy_loss
@@ -44,7 +44,7 @@ def policy_learner(config: TrainerConfig, model: TrainableModel, num_updates: in
 def proximal_of(loss: Loss) -> Proximal:
     """Return where the proximal log-probs of an objective come from."""
     match loss:
-        case PPO():
+        case BehaveLoss():
             return "behave"
         case ProximalLoss():
             return loss.proximal
@@ -98,9 +98,9 @@ def policy_objective(config: TrainerConfig) -> Objective:
     def off_policy(
         logp: Array, batch: DeviceBatch, proximal_is_current: Bool[Array, ""]
     ) -> OffPolicyCounts:
-        # Plain PPO has no proximal policy of its own: theta takes its place.
+        # A BehaveLoss has no proximal policy of its own: theta takes its place.
         policy_logp = logp
-        if not isinstance(config.loss, PPO):
+        if not isinstance(config.loss, BehaveLoss):
             policy_logp = _proximal_logp(config.loss, logp, batch, proximal_is_current)
         return off_policy_counts(
             policy_logp - batch.behave_logp, batch.loss_mask, batch.age, batch.segment_ids

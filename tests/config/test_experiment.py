@@ -367,6 +367,14 @@ def test_wrong_overrides_are_refused_with_a_hint(override: str, said: list[str])
         (["rollout.groups_per_batch=0"], ["rollout.groups_per_batch=0", "above 0"]),
         (["rollout.max_staleness=-1"], ["rollout.max_staleness=-1", "0 or more"]),
         (["engine.top_p=1.5"], ["engine.top_p=1.5", "from 0 to 1"]),
+        (
+            [
+                "trainer.loss=DPPO",
+                "trainer.loss.log_ratio_penalty=0.1",
+                "trainer.loss_mean=sequences",
+            ],
+            ["trainer.loss.log_ratio_penalty=0.1", "trainer.loss_mean=tokens"],
+        ),
         (["trainer.loss.dual_clip=0.5"], ["trainer.loss.dual_clip=0.5", "above 1"]),
         (
             ["trainer.row_tokens=100", "engine.max_prompt_tokens=64"],

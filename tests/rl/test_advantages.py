@@ -8,6 +8,7 @@ import chz
 import numpy as np
 import pytest
 
+from areal_jax.bounds import ANY_NUMBER
 from areal_jax.rl.advantages import (
     Trajectory,
     compute_advantages,
@@ -234,9 +235,19 @@ def test_rloo_sums_the_tokens_of_a_completion() -> None:
     assert short == long
 
 
+def test_luspo_is_gspo_times_the_length_of_each_sequence() -> None:
+    # Up to a constant, here the 10 tokens.
+    luspo, gspo = (
+        mean_weights(PRESETS[name].loss_mean, np.array([1, 8]), constant_tokens=10)
+        for name in ("luspo", "gspo")
+    )
+    assert PRESETS["luspo"].loss == PRESETS["gspo"].loss
+    np.testing.assert_allclose(luspo / gspo, [0.1, 0.8], rtol=1e-6)
+
+
 @chz.chz
 class AboveMedian(CustomAdvantages):
-    scale: float = 1.0
+    scale: float = chz.field(validator=ANY_NUMBER, default=1.0, doc="factor of the advantage")
 
     def of_group(self, rewards: np.ndarray) -> np.ndarray:
         return self.scale * np.sign(rewards - np.median(rewards))

@@ -14,10 +14,14 @@ from areal_jax.config.load import find_experiment, load_experiment
 from areal_jax.rl import losses
 from areal_jax.rl.config import (
     CISPO,
+    DPPO,
+    GMPO,
     GSPO,
     M2PO,
     PPO,
     SAPO,
+    VESPO,
+    BehaveLoss,
     CustomLoss,
     DecoupledPPO,
     ImportanceWeighting,
@@ -310,7 +314,12 @@ EVERY: list[Loss] = [
     GSPO(clip_eps=0.1, clip_eps_high=0.2),
     GSPO(clip_eps=0.1, importance_weighting=Masked(cap=1.2, level="geometric")),
     SAPO(),
-    CISPO(clip_eps_low=0.3),
+    CISPO(clip_eps_low=0.3, clip_eps_high=0.2),
+    DPPO(threshold=0.1, log_ratio_penalty=0.01),
+    DPPO(divergence="kl", threshold=0.02),
+    VESPO(),
+    GMPO(clip=0.2),
+    GMPO(importance_weighting=Masked(cap=1.2), rejection=Rejection(k3_max=0.1)),
     M2PO(),
     Reinforce(),
 ]
@@ -356,6 +365,17 @@ def test_objective_gradients_equal_finite_differences(config: Loss) -> None:
                 ) * np.exp(rest[0] - rest[1])
                 return (
                     -jnp.sum(jnp.where(inputs.mask, held * rest[2] * logp, 0.0)) / inputs.mask.sum()
+                )
+            if isinstance(config, VESPO):
+                shares = np.zeros(SEGMENTS.shape)
+                for row, segment in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2)):
+                    here = (SEGMENTS[row] == segment) & inputs.mask[row]
+                    log_product = (inputs.logp.astype(np.float64) - rest[1])[row][here].sum()
+                    for t in np.flatnonzero(here):
+                        shares[row, t] = textbook_phi(log_product, rest[2][row, t])
+                return (
+                    -jnp.sum(jnp.where(inputs.mask, shares * rest[2] * logp, 0.0))
+                    / inputs.mask.sum()
                 )
             return policy_loss(config, logp, *rest, segment_ids=SEGMENTS).loss
 
@@ -570,6 +590,56 @@ def test_weights_and_rejections_equal_reference_code(
         assert mean(out, "rejected_fraction") == {-0.637465: 0.5, -4.258417: 0.0}.get(expected, 1.0)
 
 
+def test_dppo_equals_reference_code() -> None:
+    # Δ = e^theta - e^behave = [.095348, .199961, -.413477, .260432], A = [1, 1, -1, 2]: the last two
+    # are beyond .2. r = e^[.3, .4], and .001 (.09 + .16 + 1.96 + 4) of all tokens.
+    def loss(config: Loss) -> Any:
+        return lambda logp: policy_loss(config, logp, PROXIMAL, FAR, ADVANTAGES, ALL).loss
+
+    config = DPPO(log_ratio_penalty=0.001)
+    value, gradient = jax.value_and_grad(loss(config))(LOGP)
+    assert float(value) == pytest.approx(-0.708868, abs=1e-6)
+    np.testing.assert_allclose(
+        4 * gradient, [-1.349259, -1.491025, -0.0028, 0.004], rtol=1e-4, atol=1e-6
+    )
+    # Binary KLs of the first two are .0205 and .0826 nats: only the first is within .05, -r_0 / 4.
+    kl = DPPO(divergence="kl", threshold=0.05)
+    assert float(loss(kl)(LOGP)) == pytest.approx(-0.337465, abs=1e-6)
+
+
+def test_gmpo_equals_reference_code() -> None:
+    # log u = [.1, .4], [-.4, 0]: means .25 and -.2, ratios 1.284025 and .818731. With 0.2 the bounds
+    # make them e^.15 and e^-.1.
+    advantages = np.array([1.0, 1.0, -1.0, -1.0], np.float32)
+    for clip, expected in ((0.4, -0.232647), (0.2, -0.128498)):
+        config = GMPO(clip=clip, importance_weighting=Unweighted())
+        out = policy_loss(config, LOGP, PROXIMAL, FAR, advantages, ALL, PAIRS)
+        assert float(out.loss) == pytest.approx(expected, abs=1e-6)
+
+
+def test_vespo_weights_equal_reference_code() -> None:
+    # phi(W) = W² e^(3 (1 - W)), and W³ e^(2 (1 - W)) for a negative advantage, at W = .5 and 2.
+    log_product = np.log([0.5, 2.0, 0.5, 2.0]).astype(np.float32)
+    advantages = np.array([1.0, 1.0, -1.0, -1.0], np.float32)
+    gradient = jax.grad(
+        lambda logp: (
+            policy_loss(
+                VESPO(), logp, PROXIMAL, np.zeros(4, np.float32), advantages, ALL, np.arange(4)
+            ).loss
+        )
+    )(log_product)
+    expected = np.array([1.120422, 0.199148, 0.339785, 1.082682])
+    np.testing.assert_allclose(-4.0 * gradient, expected * advantages, atol=1e-6)
+
+
+@pytest.mark.parametrize(("clip_eps_high", "expected"), [(0.2, 0.691133), (4.0, 0.727611)])
+def test_cispo_equals_reference_code(clip_eps_high: float, expected: float) -> None:
+    # u = [1.105171, 1.491825, .670320, 1]: -Σ min(u, bound) A theta / 4, with w = 1.
+    config = CISPO(clip_eps_high=clip_eps_high, importance_weighting=Unweighted())
+    out = policy_loss(config, LOGP, PROXIMAL, FAR, ADVANTAGES, ALL)
+    assert float(out.loss) == pytest.approx(expected, abs=1e-6)
+
+
 def test_opsm_drops_far_sequences_of_negative_advantage() -> None:
     # mean(behave - theta) = -.25 and .2; only the second sequence's advantage is negative. What is
     # left: (1.105171 + 1.2) / 4, with w = 1.
@@ -680,7 +750,7 @@ def textbook_loss(config: Loss, inputs: Inputs) -> float:
             if not here.any():
                 continue
             theta, proximal, behave, advantages = (x[row][here] for x in inputs[:4])
-            if isinstance(config, PPO):
+            if isinstance(config, BehaveLoss):
                 proximal = behave
             for t in range(len(theta)):
                 if textbook_rejection(config, theta, proximal, behave, advantages, t):
@@ -742,6 +812,11 @@ def textbook_rejection(
     )
 
 
+def textbook_phi(log_product: float, advantage: float) -> float:
+    k, lam = (3.0, 2.0) if advantage < 0 else (2.0, 3.0)
+    return float(np.exp(log_product) ** k * np.exp(lam * (1.0 - np.exp(log_product))))
+
+
 def textbook_gain(
     config: Loss,
     theta: np.ndarray,
@@ -774,6 +849,22 @@ def textbook_gain(
             return 4.0 / tau / (1.0 + np.exp(-tau * (u - 1.0))) * advantage
         case CISPO():
             return float(np.clip(u, 0.7, 1.2)) * advantage * theta[t]
+        case VESPO():
+            return textbook_phi((theta - behave).sum(), advantage) * advantage * theta[t]
+        case GMPO(clip=clip):
+            mean_advantage = float(advantages.mean())
+            bounded = [
+                min(x, clip) if mean_advantage > 0 else max(x, -clip) for x in theta - proximal
+            ]
+            return float(np.exp(np.mean(bounded))) * mean_advantage
+        case DPPO():
+            p, q = min(np.exp(theta[t]), np.exp(-1e-6)), np.exp(behave[t])
+            moved = np.exp(theta[t]) - q
+            q_rest = 1.0 - min(q, np.exp(-1e-6))
+            kl = q * (behave[t] - theta[t]) + q_rest * np.log(q_rest / (1.0 - p))
+            distance = abs(moved) if config.divergence == "tv" else kl
+            is_kept = distance <= config.threshold or moved * advantage <= 0
+            return is_kept * u * advantage - config.log_ratio_penalty * float(np.log(u)) ** 2
     return u * advantage
 
 
