@@ -3,10 +3,10 @@
     python benchmarks/report_update.py
 
 Writes the files of a run of 10 000 steps with 110 metrics each and 500 MB of samples to a temporary
-folder, reads them once, and then adds steps and rewrites report.html after each, as a run does every
-10 s. Measured: seconds from the new rows to the new page on disk (median and longest of 20), bytes
-of the page, seconds of the first read, and seconds of a search over all samples as the live report
-makes it. Expected: updates below 0.5 s, a page below 2 MB. No device is used.
+folder, reads them once, and then adds steps and rewrites report.html after each, as a run does
+every 10 s. Measured: seconds from the new rows to the new page on disk (median and longest of 20),
+bytes of the page, seconds of the first read, and seconds of a search over all samples as the live
+report makes it. Expected: updates below 0.5 s, a page below 2 MB. No device is used.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ def plot(found: ClusterPlan, path: Path) -> None:
     )
     question = found.question
     left.set(
-        title=f"{question.model}, {question.devices} x {question.device}, {question.context} tokens",
+        title=f"{question.model}, {question.devices} x {question.device}, {question.context} "
+        f"tokens",
         xlabel="devices that decode",
         ylabel="tokens trained per second",
         ylim=(0, None),

@@ -74,8 +74,8 @@ async def serve(config: ServeConfig, interruption: Interruption) -> int:
     async with listening_server(config, api_key) as (app, model, base_url):
         for number in SIGNALS:
             loop.add_signal_handler(number, request_stop)
-        # Without this, a large answer makes the garbage collector walk all objects of jax, while all
-        # threads wait.
+        # Without this, a large answer makes the garbage collector walk all objects of jax, while
+        # all threads wait.
         gc.collect()
         gc.freeze()
         print(f"{model} answers at {base_url}", flush=True)

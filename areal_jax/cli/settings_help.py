@@ -100,7 +100,8 @@ def _group_lines(listed: Settings, headings: Mapping[str, str]) -> Iterator[str]
         yield "groups of settings:"
     for group, doc in outermost.items():
         number = sum(f"{key}.".startswith(f"{group}.") for key in listed)
-        yield f"  {group:<11} {number:>3}  {textwrap.shorten(doc, MAX_WIDTH - 18, placeholder='...')}"
+        short = textwrap.shorten(doc, MAX_WIDTH - 18, placeholder="...")
+        yield f"  {group:<11} {number:>3}  {short}"
 
 
 def _found_lines(listed: Settings, word: str) -> Iterator[str]:

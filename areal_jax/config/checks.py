@@ -173,7 +173,8 @@ def _python_objects(experiment: AnyExperiment) -> Iterator[str]:
     for setting in settings(experiment).values() if isinstance(experiment.launch, Ray) else ():
         if isinstance(setting.value, str) and setting.value.startswith(PREFIX):
             yield (
-                f"{setting.key}={setting.value} is a Python object without import path, which other "
+                f"{setting.key}={setting.value} is a Python object without import path, which "
+                f"other "
                 "processes cannot import; define it in a file, or set launch=Local"
             )
 

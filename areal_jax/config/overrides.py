@@ -260,7 +260,9 @@ def from_text(text: str, kind: Any) -> Any:
 
 
 def flattened(changes: Mapping[str, Any], of: Settings) -> dict[str, Any]:
-    """Values by dotted key, with each record as its class, where it is a choice, and its settings."""
+    """Values by dotted key, with each record as its class, where it is a choice, and its
+    settings.
+    """
     flat: dict[str, Any] = {}
     for key, given in changes.items():
         value = _as_record(given, key, of)

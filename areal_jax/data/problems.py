@@ -7,6 +7,8 @@ and the rest to `train`, independent of the seed, so the splits share no problem
 inside the split then decides the order. Both shuffles are bijections that are computed point by
 point, so any problem can be made alone and none repeats within an epoch. In each family the values
 of some axis differ between any two difficulties.
+
+The file has more than 400 lines because it lists all families of problems, a few lines each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Load tasks from the generators, files, or the hub; rows that cannot be tasks are skipped."""
+"""Load tasks from the generators, files, or the hub; rows that cannot be tasks are skipped.
+
+The file has more than 400 lines because it reads every format of rows.
+"""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def as_bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
 
 
 def lay_out_params(policy: Policy, params: Params, compute_dtype: DTypeLike) -> EngineParams:
-    """Convert a policy's parameters, or its adapter, to the decoder's layout: one tree per layer, in
-    the compute dtype.
+    """Convert a policy's parameters, or its adapter, to the decoder's layout: one tree per layer,
+    in the compute dtype.
 
     Pure, so that a weight channel runs it on the train mesh. Norms and routers stay in float32, as
     in training.

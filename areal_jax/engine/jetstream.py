@@ -8,12 +8,14 @@ orchestrator uses `jax.tree_map`, which JAX 0.4.26 removed: set `jax.tree_map = 
 importing `jetstream.core.orchestrator`. It reads the weights once, so that decoding is never
 interrupted, and has no sampling parameters of single requests: all are sampled alike.
 
-Later JetStream, which was never released, samples the first token of an answer in `prefill`, returns
-log-probs, and inserts one prompt into several slots. What the installed package declares decides
-which of the two is spoken.
+Later JetStream, which was never released, samples the first token of an answer in `prefill`,
+returns log-probs, and inserts one prompt into several slots. What the installed package declares
+decides which of the two is spoken.
 
 Axes: S slots, F fields of a slot, n decode steps of one dispatch, P tokens of a prompt, N answers
     to it.
+
+The file has more than 400 lines because JetStream has two interfaces.
 """
 
 from __future__ import annotations

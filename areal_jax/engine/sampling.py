@@ -70,8 +70,8 @@ def keep_most_likely(
 
     min-p (arXiv:2407.01082) keeps tokens with at least `min_p` times the probability of the most
     likely one. top-p keeps the most likely tokens until their probability reaches `top_p`, the last
-    one included. Among equal logits the lower token comes first. top_k 0, top_p 1 and min_p 0 exclude
-    nothing; at temperature 0 nothing is excluded.
+    one included. Among equal logits the lower token comes first. top_k 0, top_p 1 and min_p 0
+    exclude nothing; at temperature 0 nothing is excluded.
     """
     size = logits.shape[1]
     filtered = temperature > 0
@@ -114,8 +114,8 @@ def penalize(
 ) -> Float32[Array, "S V"]:
     """Return r(l) - presence · [sampled > 0] - frequency · sampled (OpenAI's penalties).
 
-    For tokens in prompt or completion, r(l) is l / repetition for l > 0 and l · repetition otherwise
-    (CTRL, arXiv:1909.05858). Penalties of 0, 0 and 1 change no bit.
+    For tokens in prompt or completion, r(l) is l / repetition for l > 0 and l · repetition
+    otherwise (CTRL, arXiv:1909.05858). Penalties of 0, 0 and 1 change no bit.
 
     Args:
         logits: Logits l.
@@ -134,7 +134,9 @@ def penalize(
 def forbid(
     logits: Float32[Array, "S V"], tokens: Int32[Array, "S M"], forbidden: Bool[Array, "S"]
 ) -> Float32[Array, "S V"]:
-    """Set the logits of `tokens` (-1 is no token) to -inf in the slots where `forbidden` is true."""
+    """Set the logits of `tokens` (-1 is no token) to -inf in the slots where `forbidden` is
+    true.
+    """
     places = jnp.where(forbidden[:, None] & (tokens >= 0), tokens, logits.shape[1])
     return logits.at[jnp.arange(len(logits))[:, None], places].set(-jnp.inf, mode="drop")
 
@@ -142,7 +144,8 @@ def forbid(
 def most_likely(
     logits: Float32[Array, "S V"], temperature: Float32[Array, "S"], count: int
 ) -> tuple[Int32[Array, "S K"], Float32[Array, "S K"]]:
-    """Return the `count` most likely tokens under softmax(logits / temperature) and their log-probs.
+    """Return the `count` most likely tokens under softmax(logits / temperature) and their
+    log-probs.
 
     Temperature 0 counts as 1. A smaller vocabulary is padded with log-prob -inf.
     """
@@ -185,7 +188,9 @@ def _running_sum(x: Float[Array, "S W"]) -> Float[Array, "S W"]:
 
 
 def _first(reached: Bool[Array, "S W"], possible: Bool[Array, "S W"]) -> Int[Array, "S"]:
-    """Return the first possible index that is reached; the last possible one if rounding leaves none."""
+    """Return the first possible index that is reached; the last possible one if rounding leaves
+    none.
+    """
     places = jnp.arange(reached.shape[1], dtype=jnp.int32)
     first = jnp.where(reached & possible, places, reached.shape[1]).min(-1)
     return jnp.minimum(first, jnp.where(possible, places, 0).max(-1))

@@ -1,4 +1,5 @@
-"""Scheduler of continuous batching: which sequences get slots and pages, which are preempted, and which are finished.
+"""Scheduler of continuous batching: which sequences get slots and pages, which are preempted, and
+which are finished.
 
 It decides on host data alone, in numpy, and never touches a device.
 

@@ -1,4 +1,5 @@
-"""Consistency of a run's rows with the checkpoint that it resumes from, checked before rows are cut.
+"""Consistency of a run's rows with the checkpoint that it resumes from, checked before rows are
+cut.
 
 Below the checkpoint's version every step has one row in metrics.jsonl, and each of its samples once
 in samples.jsonl. Rows of that version and later are cut on resuming. Rows of evaluations may be

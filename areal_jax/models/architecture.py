@@ -101,8 +101,9 @@ class ModelConfig:
     mlp_bias: bool = False
     rope_scaling: rope.RopeScaling | None = None
     sliding_windows: tuple[int | None, ...] = ()
-    """Window of each layer: number of tokens that a query sees, including its own; None: all. Empty:
-    no layer has a window."""
+    """Window of each layer: number of tokens that a query sees, including its own; None: all.
+    Empty: no layer has a window.
+    """
     moe: MoEConfig | None = None
     """Experts that replace the MLP of every layer."""
     bos_token_id: int | None = None
@@ -293,7 +294,7 @@ class ModelConfig:
 
     @property
     def matmul_params(self) -> int:
-        """Parameters in the matrix products of one token: its experts and the head, no embedding."""
+        """Parameters in the matrix products of one token: experts and head, no embedding."""
         heads, width, moe = (
             self.num_attention_heads + self.num_key_value_heads,
             self.hidden_size,

@@ -21,8 +21,9 @@ from areal_jax.models.kernel_attention import TILE, gpu_attention, tpu_attention
 from areal_jax.parallel.sharding import Rules, num_shards, sharding
 
 Kernel: TypeAlias = Literal["dense", "blocked", "gpu", "tpu"]
-"""dense: all scores of a row at once. blocked: scores of one pair of blocks at a time, in plain XLA.
-gpu, tpu: like blocked, in a kernel."""
+"""dense: all scores of a row at once. blocked: scores of one pair of blocks at a time, in plain
+XLA. gpu, tpu: like blocked, in a kernel.
+"""
 
 MAX_DENSE_ROW_TOKENS = 512
 """Longest row with dense attention on CPUs. Measured on two cores, values and gradients of 2 rows

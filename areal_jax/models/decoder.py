@@ -55,7 +55,8 @@ class Attend(Protocol):
 @partial(jax.tree_util.register_dataclass, data_fields=("w", "a", "b"), meta_fields=("scale",))
 @dataclass(frozen=True)
 class Adapted:
-    """A matrix with an unmerged low-rank update: x · w + scale · (x · a) · b (LoRA, arXiv:2106.09685).
+    """A matrix with an unmerged low-rank update: x · w + scale · (x · a) · b (LoRA,
+    arXiv:2106.09685).
 
     A pytree node: its leaves are arrays, or properties of arrays such as shardings.
     """
@@ -441,7 +442,8 @@ def _flat_product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array
     if w.shape[0] <= w.shape[1]:
         dw = jnp.einsum("bti,bto->io", x, dy, preferred_element_type=jnp.float32)
     else:
-        # Flattened, because XLA on CPU does not support this product over two dimensions in bfloat16.
+        # Flattened, because XLA on CPU does not support this product over two dimensions in
+        # bfloat16.
         x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         dw = jnp.einsum("so,si->oi", dy, x, preferred_element_type=jnp.float32).T
     return dx, dw.astype(w.dtype)

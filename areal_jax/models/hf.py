@@ -69,8 +69,9 @@ class _Entry(NamedTuple):
     name: str
     """Name with {} for the layer, and for the expert."""
     num_inputs: int
-    """Number of leading input dimensions of a matrix, which is [outputs, inputs] in the file; 0: the
-    layouts are the same."""
+    """Number of leading input dimensions of a matrix, which is [outputs, inputs] in the file; 0:
+    the layouts are the same.
+    """
 
 
 _ENTRIES: dict[tuple[str, ...], _Entry] = {

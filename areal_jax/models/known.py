@@ -1,4 +1,6 @@
-"""Architectures of published policies by name, from the config.json files on the Hugging Face hub."""
+"""Architectures of published policies by name, from the config.json files on the Hugging
+Face hub.
+"""
 
 from __future__ import annotations
 

@@ -122,8 +122,9 @@ _RULES: dict[str, Rule] = {
 }
 
 _UNCHANGED_BASE_INITS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights with which PEFT does not change the base. Others (PiSSA, OLoRA, CorDA,
-LoftQ, LoRA-GA) subtract the initial adapter from the base, and MiCA trains one factor alone."""
+"""Values of init_lora_weights with which PEFT does not change the base. Others (PiSSA, OLoRA,
+CorDA, LoftQ, LoRA-GA) subtract the initial adapter from the base, and MiCA trains one factor alone.
+"""
 
 
 def abstract(policy: Policy) -> Params:
@@ -365,7 +366,8 @@ def _tensors(policy: Policy) -> Iterator[_Tensor]:
             split = 1 + (place.num_inputs if letter == "a" else 1)
             file_shape = math.prod(shape[split:]), math.prod(shape[1:split])
             for layer in range(shape[0]):
-                name = f"base_model.model.model.layers.{layer}.{place.module}.lora_{letter.upper()}.weight"
+                module = f"base_model.model.model.layers.{layer}.{place.module}"
+                name = f"{module}.lora_{letter.upper()}.weight"
                 yield _Tensor(name, file_shape, (*place.path, letter), layer)
 
 

@@ -44,7 +44,8 @@ class Experts(Protocol):
 
 
 class MoE(nnx.Module):
-    """Sum over a token's k experts of weight · down(silu(gate(x)) · up(x)) (Qwen3-MoE, arXiv:2505.09388).
+    """Sum over a token's k experts of weight · down(silu(gate(x)) · up(x)) (Qwen3-MoE,
+    arXiv:2505.09388).
 
     The router's weights, product and softmax are float32 in engine and trainer, in every compute
     dtype, and of equal probabilities the expert with the lower number wins. So both choose the same

@@ -23,7 +23,8 @@ from areal_jax.models.paged_kernels import gpu_paged_attention, tpu_paged_attent
 from areal_jax.parallel.sharding import Rules, on_shards, specs
 
 PagedKernel: TypeAlias = Literal["plain", "gpu", "tpu"]
-"""plain: blocks of pages in sequence, in plain XLA. gpu, tpu: a kernel, for one new token per row."""
+"""plain: blocks of pages in sequence, in plain XLA. gpu, tpu: a kernel, for one new token per row.
+"""
 
 BLOCK_TOKENS = 128
 """Tokens that the plain path processes at once."""

@@ -1,4 +1,5 @@
-"""Kernels of paged attention for one new token per row; they read only pages with tokens of the row.
+"""Kernels of paged attention for one new token per row; they read only pages with tokens of the
+row.
 
 Axes: B rows, N query heads, K key-value heads, G = N / K, H head size, P pages, p tokens of a page,
 M pages of a table, W tokens of a block of pages.
@@ -180,7 +181,9 @@ def tpu_paged_attention(
     table: Int[Array, "B M"],
     lengths: Int[Array, "B"],
 ) -> Float[Array, "B N H"]:
-    """Apply jax's kernel for TPUs; it supports head sizes that are multiples of 128, and no window."""
+    """Apply jax's kernel for TPUs; it supports head sizes that are multiples of 128, and no
+    window.
+    """
     width = max(BLOCK_TOKENS // keys.shape[2], 1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
     q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)

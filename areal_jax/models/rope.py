@@ -24,7 +24,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1: low frequencies divided by `factor`, high ones unchanged, interpolation between."""
+    """Llama 3.1: low frequencies divided by `factor`, high ones unchanged, interpolation
+    between.
+    """
 
     factor: float
     low_freq_factor: float

@@ -114,9 +114,9 @@ def adapt(function: Callable[..., Any], finish: Finish) -> RewardFunction:
 class _TRL:
     """Convert a batched function to a function of one answer, called with a batch of one.
 
-    TRL passes strings if prompts are strings, and lists of messages if they are conversations. Tasks do
-    not say which their rows were: the function gets strings, and if it fails on these, messages, and
-    from then on the form on which it succeeded.
+    TRL passes strings if prompts are strings, and lists of messages if they are conversations.
+    Tasks do not say which their rows were: the function gets strings, and if it fails on these,
+    messages, and from then on the form on which it succeeded.
     """
 
     def __init__(

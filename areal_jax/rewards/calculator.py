@@ -1,5 +1,5 @@
-"""Arithmetic of a policy, never evaluated as Python: the expression is parsed, and only the operations
-below are executed.
+"""Arithmetic of a policy, never evaluated as Python: the expression is parsed, and only the
+operations below are executed.
 
 Exact, with integers and fractions. Standard library only.
 """
@@ -68,7 +68,8 @@ def _rounded(value: Fraction) -> str:
     if Fraction(10) ** -300 < abs(value) < Fraction(10) ** 300:
         return f"{float(value):.12g}"
     context = Context(prec=12)
-    return f"{context.divide(Decimal(value.numerator), Decimal(value.denominator)).normalize(context):g}"
+    quotient = context.divide(Decimal(value.numerator), Decimal(value.denominator))
+    return f"{quotient.normalize(context):g}"
 
 
 def evaluate(node: ast.expr, depth: int = 0) -> Number:

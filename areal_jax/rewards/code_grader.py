@@ -1,5 +1,5 @@
-"""Grading of programs: extracted from an answer, run in a sandbox, and graded by their output outside
-of that sandbox.
+"""Grading of programs: extracted from an answer, run in a sandbox, and graded by their output
+outside of that sandbox.
 
 A program never sees the expected results. A script's output is compared here; the results of a
 function are sent, as data, to tests in another sandbox. Nothing that a program prints about itself,
@@ -41,8 +41,8 @@ _PYTHON = ("python", "python3", "py")
 def extract_program(text: str, prompt: str = "") -> str | None:
     """Extract the program of an answer.
 
-    It is the last closed ```python block, or else the last one without a language; otherwise the whole
-    text, if it is Python alone or after the prompt. A truncated block is none.
+    It is the last closed ```python block, or else the last one without a language; otherwise the
+    whole text, if it is Python alone or after the prompt. A truncated block is none.
     """
     text = text[-MAX_PROGRAM_CHARS:]
     found = dict[bool, str]()
@@ -61,7 +61,9 @@ def extract_program(text: str, prompt: str = "") -> str | None:
 
 
 def _is_code(text: str, after: int = 0) -> bool:
-    """Return whether a text is Python, and more than a bare word or an expression without effect."""
+    """Return whether a text is Python, and more than a bare word or an expression without
+    effect.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -249,8 +251,8 @@ _LOOKS_UP = {"eval", "exec", "globals", "locals", "vars"}
 
 
 def uses_undefined_names(program: str) -> bool:
-    """Return whether a program uses names that neither its module level nor Python defines, or might
-    define.
+    """Return whether a program uses names that neither its module level nor Python defines, or
+    might define.
     """
     try:
         with warnings.catch_warnings():
@@ -272,8 +274,8 @@ def uses_undefined_names(program: str) -> bool:
 
 
 def is_same_output(came: str, expected: str, is_exact: bool = False) -> bool:
-    """Return whether two outputs are equal except for spaces around lines, empty lines at the end, and
-    the notation of numbers: 1.50 is 1.5, and where a fraction is expected, 1e-6 is tolerated.
+    """Return whether two outputs are equal except for spaces around lines, empty lines at the end,
+    and the notation of numbers: 1.50 is 1.5, and where a fraction is expected, 1e-6 is tolerated.
 
     Exact comparison is that of LiveCodeBench's checker: lines are equal, or are equal decimals.
     """

@@ -12,7 +12,7 @@ from areal_jax.python_objects import as_text_setting
 
 @chz.chz
 class SandboxConfig:
-    """Where programs of a policy are run, and how much they may take."""
+    """Isolation and limits of programs."""
 
     isolation: Literal["bubblewrap", "limits"] = chz.field(
         default="bubblewrap",
@@ -60,7 +60,7 @@ class SandboxConfig:
 
 @chz.chz
 class RewardConfig:
-    """How answers are graded."""
+    """Grading of answers."""
 
     num_workers: int = chz.field(validator=POSITIVE, default=1, doc="grading processes")
     timeout_s: float = chz.field(
@@ -80,11 +80,13 @@ class RewardConfig:
     no_answer: float | None = chz.field(
         validator=ANY_NUMBER,
         default=None,
-        doc="reward of a text in which no answer is found, or that is not in `form`; none: as a wrong one",
+        doc="reward of a text in which no answer is found, or that is not in `form`; none: as a "
+        "wrong one",
     )
     form: str | None = chz.field(
         default=None,
-        doc="regular expression that a whole text must match, such as <think>.*</think>.*; none: any form will do",
+        doc="regular expression that a whole text must match, such as <think>.*</think>.*; none: "
+        "any form will do",
     )
     accept_plain: bool = chz.field(
         default=False,
@@ -93,7 +95,8 @@ class RewardConfig:
     function: str | None = chz.field(
         converter=as_text_setting,
         default=None,
-        doc="reward function, FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, answer), or as TRL or verl call "
+        doc="reward function, FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, answer), "
+        "or as TRL or verl call "
         "theirs, in a reward worker process, async or not; returns a bool or a number, see "
         "scale; none: mathematics, programs",
     )
@@ -116,12 +119,14 @@ class RewardConfig:
 
 @chz.chz
 class ToolsConfig:
-    """Tools that a policy may call. They work in grading processes, with the limits of
-    rewards.sandbox for programs."""
+    """Tools that a policy may call. They run in grading processes; programs have the limits of
+    rewards.sandbox.
+    """
 
     names: tuple[str, ...] = chz.field(
         default=("calculator",),
-        doc="comma-separated: calculator, python (a program, sandboxed), search (in your documents)",
+        doc="comma-separated: calculator, python (a program, sandboxed), search (in your "
+        "documents)",
     )
     timeout_s: float = chz.field(
         validator=POSITIVE,

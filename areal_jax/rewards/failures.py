@@ -1,4 +1,4 @@
-"""Failed reward calls in the log: each distinct error once, then how often it came again."""
+"""Log of failed reward calls: each distinct error once, then the number of its repetitions."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from areal_jax.records import RewardResult
 logger = logging.getLogger(__name__)
 
 MAX_DISTINCT = 64
-"""Errors that are remembered; of more, the one that was seen longest ago is forgotten."""
+"""Number of remembered errors; the one that was seen least recently is dropped."""
 
 
 class FailureLog:
-    """Logs failed reward calls. Errors with the same frames are the same, whatever their messages
-    say."""
+    """Logs failed reward calls. Errors with the same frames count as the same error, whatever their
+    messages.
+    """
 
     def __init__(self) -> None:
-        # By the lines of code and the type of the error, the latest last: how often it came, and
+        # By lines of code and type of the error, the latest last: its number, and its first
+        # report.
         # its first report.
         self._seen: dict[str, tuple[int, str]] = {}
 
     def add(self, task: str, grade: RewardResult) -> None:
         """Log a failed call for the task of this id, at its 1st, 11th, 101st, 1001st ... time."""
         frames = [line for line in grade.trace.splitlines() if line.startswith('  File "')]
-        # Without frames: what was expected, whatever was found.
+        # Without frames: the expectation, without what was found.
         same = grade.detail.partition(":" if frames else ", found ")[0]
         key = "\n".join((grade.kind, same, *frames))
         count, reported = self._seen.pop(key, (0, grade.detail))
@@ -37,7 +39,7 @@ class FailureLog:
             self._repeat(count, reported)
 
     def close(self) -> None:
-        """Log how often each error came again."""
+        """Log the number of repetitions of each error."""
         for count, reported in self._seen.values():
             if count > 1:
                 self._repeat(count - 1, reported)

@@ -1,4 +1,6 @@
-"""Loading of the user's functions that settings name, and the meaning of their results and errors."""
+"""Loading of the user's functions that settings name, and the meaning of their results and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def graded(
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an error from its first frame of the user's code; empty without one."""
+    """Return the traceback of an error from its first frame of the user's code; empty without
+    one.
+    """
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(_CALLERS):
         frame = frame.tb_next

@@ -26,8 +26,8 @@ class InProcessGrader:
 
     The function sees and changes the caller's variables, as in other trainers. The price: a thread
     cannot be killed. A call that exceeds rewards.timeout_s is graded `timeout` and abandoned, and
-    its thread ends when the function returns; what an async function awaits is cancelled. A function
-    that computes for long, or that may crash, belongs into a file.
+    its thread ends when the function returns; what an async function awaits is cancelled. A
+    function that computes for long, or that may crash, belongs into a file.
     """
 
     def __init__(self, config: RewardConfig) -> None:

@@ -1,12 +1,9 @@
-"""Mathematical answers: found in a text, and compared with the reference.
+"""Mathematical answers: extraction from a text, and comparison with the reference.
 
 An answer is equal to the reference if both are, element by element and unit by unit, the same
-words, the same exact number, or expressions of which computer algebra shows that they are. What
-cannot be read as a whole is never equal: no part of it is compared in its place.
-
-Finding is linear in the text. What is left to computer algebra is bounded first, for that can take
-for ever: the grading process around it has a deadline, but a bound is cheaper than a killed
-process.
+words, the same exact number, or expressions that computer algebra finds equal. A text that cannot
+be read as any of these is equal to the same text only. The file has more than 400 lines because the
+comparisons call one another.
 """
 
 from __future__ import annotations
@@ -32,12 +29,12 @@ from areal_jax.rewards.math_notation import (
 )
 
 MAX_TEXT_CHARS = 200_000
-"""An answer is looked for in the last so many characters."""
+"""Number of characters at the end of a text in which an answer is searched."""
 
 MAX_ANSWER_CHARS = 300
 MAX_NESTING = 8
 MAX_DIGITS = 100_000.0
-"""Beyond these an answer is compared with the reference as text only."""
+"""Limits beyond which an answer is compared with the reference as text only."""
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"[-+−]?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+|/[0-9]+)?")
@@ -45,8 +42,9 @@ _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;&]|\\[()\[\],;:! ]|\\\\|\\q?quad(?![A-Za-z])|\b(?:and|or)\b|\\text\s*\{[\s,]*(?:and|or)?[\s,]*\}"
     r"|[A-Za-z](?:_\{?[0-9A-Za-z]+\}?)?\s*=)*"
 )
-"""All that stands between the boxes of one list. Anything else says that the later box replaces the
-earlier one."""
+"""Everything that may separate the boxes of one list. Any other text means that the later box
+replaces the earlier one.
+"""
 
 _WORDS = re.compile(
     r"(?:\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox)\s*\{[^{}\\$]*\}\s*)+"
@@ -56,7 +54,7 @@ _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOSEN = re.compile(r"\(?([A-J])(?:\)|[.:])\)?\s.*", re.DOTALL)
 _IN_BASE = re.compile(r"(?:\(([0-9A-Za-z]+)\)|([0-9A-Za-z]+))\s*_\s*\{?\s*([0-9]+)\s*\}?")
 _TORN = re.compile(r"(?<![_^0-9.])[0-9]*[0-9.] +[0-9]+(?![0-9]* */)")
-"""Two numbers side by side, which is no mixed number either."""
+"""Two adjacent numbers that are not a mixed number."""
 
 _OMISSION = re.compile(r"\\[lcvd]?dots(?![A-Za-z])|\.\.\.")
 _INTEGER = re.compile(r"([-+]?)\s*0*([0-9]+)(?:\.0*)?")
@@ -70,7 +68,7 @@ _NAME = re.compile(
     r"(?:\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega|angle|triangle|mathbb|mathcal|frac|"
     r"overline|vec|text|mathrm|operatorname|max|min|left|right) ?|[A-Za-z|:\s{},';]|\([^()=]*\)|_\{?[A-Za-z0-9]+\}?)+"
 )
-"""What only names the value behind the sign of equality: x, f(2), (p, q), |AB|, S_1 : S_2."""
+"""Names that may precede a sign of equality: x, f(2), (p, q), |AB|, S_1 : S_2."""
 
 _MEMBER = re.compile(r"[A-Za-z](?:_\{?[0-9A-Za-z]+\}?)?\s*\\in(?![A-Za-z])\s*(.+)", re.DOTALL)
 _SET_OPERATION = re.compile(r"\\(?:cup|cap|setminus|backslash|times)(?![A-Za-z])")
@@ -84,8 +82,11 @@ Algebra = Callable[[str, str], bool]
 
 
 def extract_answer(text: str, accept_plain: bool = False) -> str | None:
-    """What the last closed \\boxed{} holds, or the last ones where they are one list; else what
-    follows the last '####' in its line; else, if asked, the last number."""
+    """Extract the answer of a text.
+
+    It is the content of the last closed \\boxed{}, or of the last ones if they are one list;
+    otherwise the text after the last '####' in its line; otherwise, if asked for, the last number.
+    """
     text = text[-MAX_TEXT_CHARS:]
     answer = _last_boxed(text)
     if answer is None and "####" in text:
@@ -96,12 +97,13 @@ def extract_answer(text: str, accept_plain: bool = False) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """The content of the closed box that opens last, braces nested and escaped as LaTeX has it.
-    Boxes before it with nothing between but what separates the elements of a list belong to it."""
+    """Return the content of the closed box that opens last, with nested and escaped braces as in
+    LaTeX. Boxes before it belong to it if only separators of a list are between them.
+    """
     opened = list[tuple[int, int, bool]]()
-    """Where each open group and its content begin, and whether it is a box."""
+    """Start of each open group and of its content, and whether it is a box."""
     boxes = list[tuple[int, int, int]]()
-    """Start, content and end of closed boxes in none of which another one opens later."""
+    """Start, content and end of closed boxes that contain no later one."""
     for token in _BRACES.finditer(text):
         if token.group().endswith("{") and token.group() != "\\{":
             opened.append((token.start(), token.end(), len(token.group()) > 1))
@@ -125,10 +127,11 @@ def _last_boxed(text: str) -> str | None:
 
 
 def plain_integer(answer: str) -> str | None:
-    """An integer's digits without leading zeros, thousands separators and delimiters: 042, $42$,
-    42.0 and 42 are one.
+    """Return an integer's digits without leading zeros, thousands separators and delimiters: 042,
+    $42$, 42.0 and 42 are one.
 
-    Digits, not an int: thousands of them cost nothing. None where it is no plain integer."""
+    The result is text, because an int of thousands of digits is slow. None for other texts.
+    """
     return _integer(_value(answer))
 
 
@@ -143,8 +146,9 @@ def _integer(latex: str) -> str | None:
 
 
 def canonical(answer: str) -> str:
-    """A form that spellings of one answer share, as far as text alone can tell: what votes for an
-    answer are counted by."""
+    """Return a form that spellings of one answer share, as far as text alone shows; votes for an
+    answer are counted by it.
+    """
     value = _value(answer)
     return _integer(value) or (
         _folded(value) if _WORDS.fullmatch(value) else "".join(value.split())
@@ -152,7 +156,7 @@ def canonical(answer: str) -> str:
 
 
 def _value(answer: str) -> str:
-    """The answer in LaTeX without its unit."""
+    """Return the answer in LaTeX without its unit."""
     if len(answer) > MAX_ANSWER_CHARS:
         return answer.strip()
     latex = to_latex(answer)
@@ -160,14 +164,12 @@ def _value(answer: str) -> str:
 
 
 def compare_plainly(answer: str, reference: str) -> bool | None:
-    """Whether the two are the same where text and exact numbers can tell. None: computer algebra
-    must tell."""
+    """Compare by text and exact numbers. None: only computer algebra can decide."""
     return _compare_texts(answer, reference, None)
 
 
 def compare_symbolically(answer: str, reference: str) -> bool:
-    """Whether the two are equal, with computer algebra. May take any time: for a process that can
-    be killed."""
+    """Compare with computer algebra. It may take any time: a process must be killable."""
     return bool(_compare_texts(answer, reference, _equal_expressions))
 
 
@@ -180,8 +182,9 @@ def _compare_texts(answer: str, reference: str, algebra: Algebra | None) -> bool
 
 
 def _compare(ours: str, theirs: str, algebra: Algebra | None) -> bool | None:
-    """Compare two texts in LaTeX: whole, then as quantities, lists, brackets, relations, and as
-    expressions at last."""
+    """Compare two texts in LaTeX: whole, then as quantities, lists, brackets, relations, and
+    finally as expressions.
+    """
     if _unstyled(ours).replace(" ", "") == _unstyled(theirs).replace(" ", "") and not (
         _TORN.search(ours) or _TORN.search(theirs)
     ):
@@ -191,7 +194,7 @@ def _compare(ours: str, theirs: str, algebra: Algebra | None) -> bool | None:
     if (words := _compare_words(ours, theirs)) is not None:
         return words
     if _OMISSION.search(ours) or _OMISSION.search(theirs):
-        # Which elements are left out nobody says.
+        # The omitted elements are unknown.
         return False
     (value, unit), (their_value, their_unit) = split_unit(ours), split_unit(theirs)
     if (value, their_value) != (ours, theirs):
@@ -223,11 +226,11 @@ def _compare(ours: str, theirs: str, algebra: Algebra | None) -> bool | None:
 
 
 _UNDECIDED: Any = object()
-"""What None cannot say where it means that computer algebra must tell."""
+"""Result that says that only computer algebra can decide, where None means something else."""
 
 
 def _compare_words(ours: str, theirs: str) -> bool | None:
-    """Compare words and the letters of choices. None where either is neither."""
+    """Compare words and letters of choices. None if neither text is one."""
     for letter, explained in ((theirs, ours), (ours, theirs)):
         if (choice := _CHOICE.fullmatch(_unstyled(letter))) and (
             chosen := _CHOSEN.fullmatch(_unstyled(explained))
@@ -254,7 +257,7 @@ def _unstyled(text: str) -> str:
 
 
 def _folded(text: str) -> str:
-    """Words as they are compared: without case, spaces and parentheses."""
+    """Normalize words for the comparison: without case, spaces and parentheses."""
     return re.sub(r"[ ()]", "", _unstyled(text)).casefold()
 
 
@@ -265,8 +268,9 @@ def _compare_quantities(
     their_unit: Unit | None,
     algebra: Algebra | None,
 ) -> bool | None:
-    """Compare values with units. One that is missing is taken for the other's; of 50% the value is
-    50 or 1/2."""
+    """Compare values with units. A missing unit counts as the other's; the value of 50% is 50 or
+    1/2.
+    """
     if unit is None or their_unit is None or unit == their_unit:
         same = _compare(value, their_value, algebra)
         if same is not False or PERCENT not in (unit, their_unit) or unit == their_unit:
@@ -287,8 +291,7 @@ def _compare_quantities(
 
 
 def _compare_bases(ours: str, theirs: str) -> bool | None:
-    """Compare numbers in a base that is named. The question says which, so that an answer need
-    not."""
+    """Compare numbers in a named base. The question names it, so that an answer may omit it."""
     our_base, their_base = _IN_BASE.fullmatch(ours), _IN_BASE.fullmatch(theirs)
     if their_base:
         digits = their_base[1] or their_base[2]
@@ -309,8 +312,9 @@ def _compare_bases(ours: str, theirs: str) -> bool | None:
 
 
 def _compare_lists(ours: str, theirs: str, algebra: Algebra | None) -> Any:
-    """Compare lists, sets, tuples and intervals element by element. `_UNDECIDED` where neither is
-    one."""
+    """Compare lists, sets, tuples and intervals element by element. `_UNDECIDED` if neither text is
+    one.
+    """
     operations = (_SET_OPERATION.search(side) and _outer(side) is None for side in (ours, theirs))
     if any(operations) and min(len(split_list(ours)), len(split_list(theirs))) == 1:
         return _UNDECIDED
@@ -350,7 +354,7 @@ def _compare_lists(ours: str, theirs: str, algebra: Algebra | None) -> Any:
 
 
 def _elements(text: str, is_loose: bool | None = None) -> tuple[str, list[str]]:
-    """The brackets around a text, "" where there are none, and the elements within."""
+    """Return the brackets around a text ("" without any) and its elements."""
     outer = _outer(text)
     if outer is None:
         return "", split_list(text, is_loose is True or not _GROUPED.fullmatch(text))
@@ -362,7 +366,7 @@ def _elements(text: str, is_loose: bool | None = None) -> tuple[str, list[str]]:
 
 
 def _outer(text: str) -> tuple[str, str, str] | None:
-    """The opening bracket, inside and closing bracket of a text that is all in one pair of them."""
+    """Return opening bracket, content and closing bracket of a text inside one pair of brackets."""
     text = re.sub(r"^\{(\s*[^{}]*)\}$", r"\\{\1\\}", text)
     depth, opening = 0, _BRACKET.match(text)
     if opening is None or opening.group() not in _BRACKETS:
@@ -379,7 +383,7 @@ def _outer(text: str) -> tuple[str, str, str] | None:
 
 
 def _both_signs(elements: list[str]) -> list[str]:
-    """With each element that has \\pm as two."""
+    """Replace each element with \\pm by two."""
     both = list[str]()
     for element in elements:
         if re.search(r"\\pm(?![A-Za-z])", element) and len(both) < 16:
@@ -402,7 +406,8 @@ def _compare_in_any_order(
     ours: list[str], theirs: list[str], algebra: Algebra | None
 ) -> bool | None:
     if len(ours) != len(theirs):
-        # An element that is there twice is there once, but a list of one element twice is no single
+        # A repeated element counts once, but a list of one repeated element is not a single
+        # value.
         # value.
         ours, theirs = (
             [*dict.fromkeys(one.replace(" ", "") for one in side)] for side in (ours, theirs)
@@ -422,8 +427,9 @@ def _compare_in_any_order(
 
 
 def _compare_relations(ours: str, theirs: str, algebra: Algebra | None) -> Any:
-    """Compare what is stated of a name with a bare value, and chains of equations. `_UNDECIDED`
-    where there is neither."""
+    """Compare a named value with a bare value, and chains of equations. `_UNDECIDED` if there is
+    neither.
+    """
     ours, is_ours_cut = _exact_part(ours)
     theirs, is_theirs_cut = _exact_part(theirs)
     if is_ours_cut or is_theirs_cut:
@@ -444,8 +450,9 @@ def _compare_relations(ours: str, theirs: str, algebra: Algebra | None) -> Any:
 
 
 def _exact_part(text: str) -> tuple[str, bool]:
-    """The exact value before a sign of approximation, behind a mere name the approximate one; and
-    whether there is a sign."""
+    """Return the exact value before a sign of approximation (after a mere name, the approximate
+    one), and whether there is a sign.
+    """
     exact, sign, approximate = (part.strip() for part in text.partition("\\approx"))
     if not sign or not exact or not approximate:
         return text, False
@@ -453,8 +460,9 @@ def _exact_part(text: str) -> tuple[str, bool]:
 
 
 def _sides(text: str) -> list[str] | None:
-    """The sides of an equation or chain of them; None where there are other relations too, or lists
-    of equations."""
+    """Return the sides of a chain of equations; None if there are other relations, or lists of
+    equations.
+    """
     if _RELATION.search(text):
         return None
     depth, start, sides = 0, 0, list[str]()
@@ -467,8 +475,9 @@ def _sides(text: str) -> list[str] | None:
 
 
 def _stated(sides: list[str], algebra: Algebra | None) -> tuple[str, str] | None:
-    """The name, if any, and the value that a chain of equations states; None where it names none,
-    or is not true."""
+    """Return the name, if any, and the value that a chain of equations states; None if it states
+    none or is not true.
+    """
     if len(sides) == 1:
         return "", sides[0]
     if len(sides) == 2 and _NAME.fullmatch(sides[1]) and not _NAME.fullmatch(sides[0]):
@@ -482,14 +491,15 @@ def _stated(sides: list[str], algebra: Algebra | None) -> tuple[str, str] | None
 
 @lru_cache(1024)
 def _equal_expressions(ours: str, theirs: str) -> bool:
-    """Whether computer algebra finds two expressions equal, and their values at a point do not say
-    otherwise.
+    """Return whether computer algebra finds two expressions equal, unless their values at a point
+    differ.
 
-    Cached, for the samples of a group often agree."""
+    Cached, because the samples of a group often agree.
+    """
     from math_verify import verify
 
     for library in ("math_verify", "latex2sympy2_extended"):
-        # They warn that they set no deadline; the grading process has one.
+        # The library warns that it has no deadline; the grading process has one.
         logging.getLogger(library).setLevel(logging.CRITICAL)
     answer, reference = _expression(ours), _expression(theirs)
     if answer is None or reference is None:
@@ -504,13 +514,15 @@ def _equal_expressions(ours: str, theirs: str) -> bool:
 
 @lru_cache(256)
 def _expression(latex: str) -> Any:
-    """The expression that the whole text is; None where it cannot be read. References come again
-    for each sample of a group."""
+    """Parse a text that is one expression; None if it cannot be read. Cached, because each sample
+    of a group has the same reference.
+    """
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
     from math_verify.grader import should_treat_as_complex
     from sympy import Expr, I, MatrixBase
 
-    # Units are separated from letters before: the library takes m, h and even abc for units and drops
+    # Units are separated from letters before: the library takes m, h and even abc for units and
+    # drops them.
     # them.
     spelling = NormalizationConfig(
         basic_latex=True,
@@ -537,8 +549,9 @@ def _expression(latex: str) -> Any:
 
 @lru_cache(1)
 def _reader() -> Callable[..., Any]:
-    """The library's reader of LaTeX, with letters in their case, and without Python's eval, which
-    it hands each number to."""
+    """Return the library's LaTeX parser, with case-sensitive letters, and without Python's eval, to
+    which it passes each number.
+    """
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
     from sympy import Float, Integer
 
@@ -551,9 +564,10 @@ def _reader() -> Callable[..., Any]:
 
 
 def _differ_at_a_point(ours: Any, theirs: Any) -> bool:
-    """Whether two expressions have different values where each variable has one of its own.
+    """Return whether two expressions have different values at a point of distinct variables.
 
-    The library takes what is small for zero: exp(-100) for exp(-200), and 1/2004! for 1/2006!."""
+    The library treats small differences as zero: exp(-100) and exp(-200), 1/2004! and 1/2006!.
+    """
     from sympy import Expr, Float, Rational
 
     if not (isinstance(ours, Expr) and isinstance(theirs, Expr)):
@@ -569,7 +583,7 @@ def _differ_at_a_point(ours: Any, theirs: Any) -> bool:
             return False
         tolerance = 1e-5 if ours.has(Float) or theirs.has(Float) else 1e-25
         sizes = [abs(value) for value in values]
-        # Of a sum that is zero some noise may be left.
+        # A sum that is zero may have a rounding error.
         bound = tolerance * max(sizes) if min(sizes) else 1e-100
         return bool(abs(values[0] - values[1]) > bound)
     except (ArithmeticError, AttributeError, TypeError, ValueError):
@@ -577,9 +591,10 @@ def _differ_at_a_point(ours: Any, theirs: Any) -> bool:
 
 
 def is_bounded(answer: str, reference: str) -> bool:
-    """Whether computer algebra may be let loose on an answer: short, not deeply nested, no number
-    of too many digits, and sums, products, integrals and limits only where the reference has them
-    too."""
+    """Return whether computer algebra may process an answer: it is short, not deeply nested,
+    without numbers of too many digits, and with sums, products, integrals and limits only if the
+    reference has them.
+    """
     if len(answer) > MAX_ANSWER_CHARS or _nesting(answer) > MAX_NESTING:
         return False
     if set(_CALCULUS.findall(answer)) - set(_CALCULUS.findall(reference)):
@@ -588,10 +603,11 @@ def is_bounded(answer: str, reference: str) -> bool:
 
 
 def num_digits(expression: str) -> float:
-    """An upper bound on the decimal digits of any number that evaluating the expression may write
-    out; inf beyond all bounds.
+    """Return an upper bound on the decimal digits of any number that evaluating the expression may
+    produce; inf beyond all bounds.
 
-    Everything is taken for a product, a letter for 10."""
+    Every operation counts as a product, and a letter as 10.
+    """
     tokens = _TOKEN.findall(expression)[::-1]
     digits = 0.0
     while tokens:
@@ -600,8 +616,9 @@ def num_digits(expression: str) -> float:
 
 
 def _factor(tokens: list[str]) -> float:
-    """Take one factor with its exponents and factorials from the end of `tokens`; the decimal
-    logarithm of its bound."""
+    """Take one factor with its exponents and factorials from the end of `tokens`, and return the
+    decimal logarithm of its bound.
+    """
     token = tokens.pop()
     if token in "([{":
         size = 0.0

@@ -1,8 +1,9 @@
-"""Notation of mathematical answers: many spellings become one in LaTeX, numbers become exact, units
+"""Notation of mathematical answers: spellings are normalized in LaTeX, numbers become exact, units
 are separated from letters.
 
-Nothing here drops what it does not understand: a text that is no number, list or unit is returned
-whole, for computer algebra or for a comparison as text.
+Nothing here drops what it does not recognize: a text that is no number, list or unit is returned
+whole, for computer algebra or for a comparison as text. The file has more than 400 lines because
+numbers, units and lists share one table of spellings.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import NamedTuple
 
 MAX_NUMBER_CHARS = 1000
 MAX_EXPONENT = 1000
-"""Beyond these a number is not written out."""
+"""Limits beyond which a number is not expanded."""
 
 MIN_DECIMALS = 6
-"""A decimal counts as the rounding of an exact value from so many digits after the point on, and of
-significant digits."""
+"""A decimal counts as the rounding of an exact value if it has at least so many digits after the
+point and so many significant digits.
+"""
 
 _SYMBOLS = {
     **dict.fromkeys("−‐‑‒–—―﹣", "-"),
@@ -75,7 +77,7 @@ _STYLED = re.compile(STYLE + r"\{([-+]?[0-9][0-9.,/]*|[A-Za-z])\}")
 _NOTHING = re.compile(r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|!)(?![A-Za-z])")
 _GAP = re.compile(r"(?:(?<!\\)\\[,;:> ]|\\q?quad|~|\s)+")
 _THIN = re.compile(r",\s*\\!\s*|(?<=[0-9])\\[,!](?=[0-9]{3}(?![0-9]))")
-"""What LaTeX sets between thousands."""
+"""Separators of thousands in LaTeX."""
 
 _SQRT_PLAIN = re.compile(r"\\sqrt(\[[0-9]\])? ?(?:([0-9]+(?:\.[0-9]+)?)|\(([^()]*)\))")
 _SPELLED = re.compile(
@@ -85,7 +87,7 @@ _PAREN_AFTER = re.compile(r"(\\sqrt|\^)\s*\(")
 
 
 class Number(NamedTuple):
-    """An exact rational number, and how it is written."""
+    """An exact rational number and its notation."""
 
     value: Fraction
     decimals: int
@@ -94,7 +96,7 @@ class Number(NamedTuple):
 
 @lru_cache(256)
 def _symbol(character: str) -> str:
-    """The LaTeX of one character that is not in ASCII; itself where it has none."""
+    """Return the LaTeX of a character outside of ASCII; the character itself if it has none."""
     if character in _SYMBOLS:
         return _SYMBOLS[character]
     category = unicodedata.category(character)
@@ -157,15 +159,17 @@ def to_latex(text: str) -> str:
 
 
 def _is_run(text: str, closing: int) -> bool:
-    """Whether the brace that closes there belongs to an exponent or index that the one behind it
-    continues."""
+    """Return whether the brace that closes there belongs to an exponent or index that continues
+    after it.
+    """
     opening = text.rfind("{", 0, closing)
     return opening > 0 and text[opening - 1] == text[closing + 1]
 
 
 def to_parseable(text: str) -> str:
-    """Return the LaTeX with what programming languages write differently: **, *, sqrt(), pi,
-    exponents in parentheses."""
+    """Convert the notation of programming languages to LaTeX: **, *, sqrt(), pi, exponents in
+    parentheses.
+    """
     text = text.replace("**", "^").replace("*", "\\cdot ").replace("'", "^{\\prime}")
     text = re.sub(r"(?<![A-Za-z\\])([ie])\(", r"\1\\cdot (", text.replace("\\bmod", "\\mod"))
     text = _SPELLED.sub(r"\\\1", text).replace("\\infinity", "\\infty")
@@ -200,10 +204,11 @@ _MIXED = re.compile(
 
 
 def parse_number(text: str) -> Number | None:
-    """The number that the whole text is: integer, decimal, repeating decimal, power of ten,
-    fraction or mixed number.
+    """Parse a text that is one number: integer, decimal, repeating decimal, power of ten, fraction
+    or mixed number.
 
-    None for anything else, also for a number too long to be written out."""
+    None for other texts, and for a number that is too long to be expanded.
+    """
     text = text.strip()
     if not text or len(text) > MAX_NUMBER_CHARS:
         return None
@@ -244,8 +249,9 @@ def parse_number(text: str) -> Number | None:
 
 
 def equal_numbers(ours: Number, theirs: Number) -> bool:
-    """Whether two numbers are equal, or a decimal of enough digits is the other one rounded or cut
-    off."""
+    """Return whether two numbers are equal, or a decimal with enough digits is the other one
+    rounded or truncated.
+    """
     if ours.value == theirs.value:
         return True
     for short, exact in ((ours, theirs), (theirs, ours)):
@@ -261,8 +267,9 @@ def equal_numbers(ours: Number, theirs: Number) -> bool:
 
 
 class Unit(NamedTuple):
-    """A product of powers of kinds of quantity, such as length squared, and its size in the units
-    that the kinds count in."""
+    """A product of powers of base quantities, such as length squared, and its size in their base
+    units.
+    """
 
     powers: tuple[tuple[str, int], ...]
     size: Fraction
@@ -351,10 +358,11 @@ _SENTENCE = {
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    """A quantity's value and unit. The text and None where there is no unit.
+    """Split a quantity into value and unit; the text and None without a unit.
 
-    Letters count as a unit where they stand in \\text{} or the like, or where they are the name of
-    one and no variable's."""
+    Letters count as a unit inside \\text{} or the like, or if they name a unit that is no common
+    variable.
+    """
     if currency := _CURRENCY.fullmatch(text):
         value, unit = split_unit(currency[3])
         money = _unit(currency[2].removeprefix("\\"), True)
@@ -388,8 +396,9 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _unit(words: str, is_styled: bool) -> Unit | None:
-    """The unit of that name; None where it is none. Words that are no known unit are one of their
-    own, if styled."""
+    """Return the unit of that name; None if it is none. Unknown words are a unit of their own, if
+    they are styled.
+    """
     powers, size, sign, factor = dict[str, int](), Fraction(1), 1, 1
     unknown = list[str]()
     words = (
@@ -446,13 +455,12 @@ _SEPARATOR = re.compile(
 
 
 def split_list(text: str, is_loose: bool = True) -> list[str]:
-    """The elements of a list without brackets around it; the text alone where it is none.
+    """Split the elements of a list without brackets; the text alone if it is none.
 
     Args:
         text: LaTeX.
-        is_loose: Whether a comma without a space behind it separates too. 1,000 is one number then
-            where it is no element of
-            a list with spaces.
+        is_loose: Whether a comma without a space after it separates too. Then 1,000 is one number,
+            unless it is an element of a list with spaces.
     """
     separators = list[re.Match[str]]()
     depth, place, found = (

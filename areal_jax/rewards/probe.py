@@ -23,8 +23,8 @@ async def probe(
 ) -> list[str]:
     """Grade an empty answer and reference answers to the first rows.
 
-    A function is called for one row of each kind. Verifiers of mathematics must grade reference answers
-    of several rows.
+    A function is called for one row of each kind. Verifiers of mathematics must grade reference
+    answers of several rows.
 
     Args:
         must_grade: Whether the run depends on the verifier.
@@ -59,7 +59,9 @@ async def probe(
 
 
 def _reference_texts(task: Task, config: RewardConfig) -> list[str]:
-    """Return texts with the row's reference answer, as a policy might write them; none for programs."""
+    """Return texts with the row's reference answer, as a policy might write them; none for
+    programs.
+    """
     if task.kind != "math":
         return []
     boxed = f"\\boxed{{{task.answer}}}"

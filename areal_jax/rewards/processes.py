@@ -1,4 +1,4 @@
-"""Processes with all that they started: how they are ended, and what they hold."""
+"""Processes with their descendants: how they are killed, and their memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOWEST_PRIORITY = 19
 def kill_tree(root: psutil.Process) -> None:
     """Kill a process, its group, and descendants that left the group."""
     family, found = set[psutil.Process](), {root}
-    # All are stopped before any is killed: what is stopped starts no more of them.
+    # All are stopped before any is killed, because a stopped process starts no more of them.
     while found - family:
         for process in found - family:
             with suppress(psutil.NoSuchProcess):
@@ -22,7 +22,7 @@ def kill_tree(root: psutil.Process) -> None:
         family |= found
         with suppress(psutil.NoSuchProcess):
             found = set(root.children(recursive=True))
-    # Where another process has its id by now, the group of that id is another one too.
+    # If another process has its id by now, the process group of that id is not this one's.
     if root.is_running():
         with suppress(ProcessLookupError):
             os.killpg(root.pid, signal.SIGKILL)
@@ -32,7 +32,7 @@ def kill_tree(root: psutil.Process) -> None:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended, reaped or not."""
+    """Return whether a process has ended, reaped or not."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -40,7 +40,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def lower_priority(root: psutil.Process) -> None:
-    """Leave a process and its descendants what others leave of the processors."""
+    """Give a process and its descendants the lowest priority."""
     with suppress(psutil.NoSuchProcess):
         for process in (root, *root.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
@@ -48,7 +48,9 @@ def lower_priority(root: psutil.Process) -> None:
 
 
 def memory_of_tree(root: psutil.Process) -> int:
-    """Bytes of memory that a process and its descendants hold; what they share counts for each."""
+    """Return the memory of a process and its descendants, in bytes; shared memory counts for
+    each.
+    """
     num_bytes = 0
     with suppress(psutil.NoSuchProcess):
         for process in (root, *root.children(recursive=True)):
@@ -58,9 +60,9 @@ def memory_of_tree(root: psutil.Process) -> int:
 
 
 def ending(returncode: int) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if returncode >= 0:
         return f"exit code {returncode}"
-    # Most real-time signals have a number only.
+    # Most real-time signals have no name.
     names = {each.value: each.name for each in signal.Signals}
     return f"signal {names.get(-returncode, -returncode)}"

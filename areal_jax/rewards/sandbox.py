@@ -408,8 +408,8 @@ def _bwraps() -> list[str]:
 
 
 def _python() -> list[str]:
-    """Return a Python command that imports nothing slow, and the folders of packages installed beside
-    it.
+    """Return a Python command that imports nothing slow, and the folders of packages installed
+    beside it.
     """
     return [
         os.path.realpath(sys.executable),

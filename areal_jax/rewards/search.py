@@ -13,8 +13,8 @@ MAX_QUERY_WORDS = 100
 
 
 class Index:
-    """Passages, indexed by their words. A query returns the same passages in the same order on every
-    machine.
+    """Passages, indexed by their words. A query returns the same passages in the same order on
+    every machine.
     """
 
     def __init__(self, passages: Sequence[str]) -> None:

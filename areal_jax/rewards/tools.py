@@ -1,5 +1,5 @@
-"""Tools that a policy may call, and their execution in grading processes. Standard library only until
-a tool is used.
+"""Tools that a policy may call, and their execution in grading processes. Standard library only
+until a tool is used.
 """
 
 from __future__ import annotations

@@ -132,8 +132,9 @@ def _say(to: socket.socket, message: dict[str, object]) -> None:
 
 
 def _end_with(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent dies, and adopt orphaned descendants, so that
-    whoever kills this process finds them."""
+    """Let the kernel kill this process when its parent dies, and adopt orphaned descendants, so
+    that whoever kills this process finds them.
+    """
     if sys.platform == "linux":
         import ctypes
 
@@ -279,8 +280,8 @@ def _code_grader(sandbox: dict[str, Any]) -> Grader:
 
     def grader(task: dict[str, Any], text: str) -> Finding:
         if not programs:
-            # One in each grading process. A program that is too slow is stopped here, which needs no
-            # new process.
+            # One in each grading process. A program that is too slow is stopped here, which needs
+            # no new process.
             programs.append(CodeGrader(config, bwrap, PATIENCE * config.total_timeout_s))
         grade = programs[0].grade_answer(parse_tests(task["answer"]), text)
         return Finding(grade.kind, grade.detail)

@@ -413,7 +413,8 @@ class GroupNormalized(Advantages):
 
     divide_by: Literal["group_std", "batch_std", "nothing"] = chz.field(
         default="group_std",
-        doc="divisor of the centred reward: group_std, of the group's rewards (GRPO); batch_std, of "
+        doc="divisor of the centred reward: group_std, of the group's rewards (GRPO); batch_std, "
+        "of "
         "the batch's rewards centred by group (LitePPO, REINFORCE++ with baseline); nothing "
         "(Dr.GRPO)",
     )
@@ -615,7 +616,8 @@ class IPO(Preference):
     beta: float = chz.field(
         validator=POSITIVE,
         default=0.1,
-        doc="inverse of the target margin, which is 1 / (2 beta) nats per token; lower values allow "
+        doc="inverse of the target margin, which is 1 / (2 beta) nats per token; lower values "
+        "allow "
         "a larger KL to the reference",
     )
 

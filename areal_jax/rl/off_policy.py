@@ -93,8 +93,9 @@ def describe_off_policy(counts: OffPolicyCounts) -> dict[str, float]:
     """Return metrics of the counts of a whole step; none where no token was counted.
 
     `log_ratio_rms` is the root mean square of log(proximal/behave), and `behave_weight_pN` the
-    percentile N of proximal/behave; the first and the percentile 99 also by age. `sequence_ess` is the effective sample size
-    of the sequences' weights W as a share of their number n, (ΣW)² / (n ΣW²) (Kong, 1992).
+    percentile N of proximal/behave; the first and the percentile 99 also by age. `sequence_ess` is
+    the effective sample size of the sequences' weights W as a share of their number n, (ΣW)² / (n
+    ΣW²) (Kong, 1992).
     """
     tokens = np.asarray(counts.tokens, np.float64)
     num_sequences, total, total_of_squares = np.asarray(counts.sequences, np.float64).tolist()

@@ -165,7 +165,9 @@ def _commands(source: str | None) -> Iterator[list[str]]:
 
 
 def _on_one_device(experiment: T, folder: Path) -> T:
-    """The experiment with its policy's files in a local folder, in one process and on one device."""
+    """The experiment with its policy's files in a local folder, in one process and on one
+    device.
+    """
     assert isinstance(experiment, AnyExperiment)
     workflow = experiment.workflow
     if isinstance(workflow, Agent):

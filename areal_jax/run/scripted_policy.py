@@ -1,5 +1,6 @@
-"""A policy that says what a script says, and the scripts of a task, with which a preflight tries the
-path from a prompt to a reward."""
+"""A policy that says what a script says, and the scripts of a task, with which a preflight tries
+the path from a prompt to a reward.
+"""
 
 from __future__ import annotations
 

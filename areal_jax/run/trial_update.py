@@ -29,7 +29,8 @@ from areal_jax.run.trainer import example_trainer, initial_weights, rl_trainer
 from areal_jax.trainer.config import Critic, TrainerConfig
 
 MAX_CHUNK_TOKENS = 256
-"""Tokens whose logits exist at the same time: vocabularies are large, and hosts have little memory."""
+"""Tokens whose logits exist at the same time: vocabularies are large, and hosts have little memory.
+"""
 
 ROW_MULTIPLE = 64
 """Rows are as long as the longest sequence, rounded up to a multiple."""

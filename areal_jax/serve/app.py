@@ -1,6 +1,7 @@
-"""The HTTP side: routes, tokens, limits, and answers that stop when the client leaves.
+"""HTTP interface: routes, tokens, limits, and responses that stop when the client disconnects.
 
-Nothing here knows an engine: who draws is a `Source`, which a `Auth` finds for those who may enter.
+It does not depend on an engine: a `Backend` generates, which an `Auth` returns for authorized
+clients. The file has more than 400 lines because a response and its stream share one state.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 
 _LARGE = 1 << 16
-"""Bytes of a request, and tokens of an answer, that make it a large one."""
+"""Size of a request in bytes, and of a response in tokens, from which it counts as large."""
 
 _LOG_PERIOD_S = 10.0
 
@@ -54,53 +55,70 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @runtime_checkable
 class Backend(Protocol):
-    """Who answers one client."""
+    """Generates for one client."""
 
     @property
     def model(self) -> str:
-        """The name under which the client knows the policy."""
+        """Name of the policy for the client."""
         ...
 
     @property
     def tokenizer(self) -> HFTokenizer: ...
     def serves(self, model: str) -> bool:
-        """Whether this is a name of the policy."""
+        """Return whether a name is that of the policy."""
         ...
 
     def busy(self) -> AbstractContextManager[None]:
-        """Holds while a request of the client is answered."""
+        """Entered while a request of the client is in progress."""
         ...
 
     def prompt_of(self, chat: Chat) -> Prompt:
-        """The tokens of a conversation; called in a thread. ValueError where the chat template
-        refuses it."""
+        """Render a conversation; called in a thread.
+
+        Raises:
+            ValueError: The chat template refuses it.
+        """
         ...
 
     def prompt_of_text(self, text: str) -> Prompt:
-        """The tokens of a text to resume from. InvalidRequest where it cannot be short enough."""
+        """Encode a text to be continued.
+
+        Raises:
+            InvalidRequest: It is too long.
+        """
         ...
 
     async def generate(
         self, prompt: Prompt, generation_params: GenerationParams, on_progress: OnProgress | None
     ) -> list[Completion]:
-        """Return the requested completions; InvalidRequest where no retry can give them."""
+        """Return the requested completions.
+
+        Raises:
+            InvalidRequest: No retry can satisfy the request.
+        """
         ...
 
     def reported(self, prompt: Prompt, chat: Chat | None, parts: Sequence[Part]) -> None:
-        """What the client has been answered in the end."""
+        """Receive the complete responses that the client got."""
         ...
 
 
 @runtime_checkable
 class Auth(Protocol):
     def enter(self, session: str, key: str) -> Backend:
-        """Who answers a client with this bearer token, in this session (empty for none). Refused
-        where nobody does."""
+        """Return the backend for a bearer token and a session (empty: none).
+
+        Raises:
+            APIError: There is none.
+        """
         ...
 
 
 class App:
-    """OpenAI's protocol over whoever a door leads to."""
+    """OpenAI's API over the backends that an `Auth` returns.
+
+    It has more than 200 lines because it is the list of all routes.
+    """
 
     def __init__(
         self, auth: Auth, limits: LimitsConfig, measure: Callable[[], Mapping[str, float]] = dict
@@ -112,14 +130,15 @@ class App:
         """
         self._auth, self._limits, self._num_requests, self._num_running = auth, limits, 0, 0
         self._metrics = ServerMetrics(lambda: self._num_running, measure)
-        # What takes long is done in these threads, large requests apart from small ones; `close`
+        # Threads of slow work, separate ones for large requests; `close` ends
+        # them.
         # ends them.
         self._small, self._large = (
             ThreadPoolExecutor(2, "small requests"),
             ThreadPoolExecutor(1, "large requests"),
         )
         self.stopped = asyncio.Event()
-        """Set when the engine answers nothing more."""
+        """Set when the engine has stopped."""
         self.http = web.Application(
             middlewares=[self._counted, self._door_of_strangers],
             client_max_size=limits.max_body_bytes,
@@ -134,27 +153,31 @@ class App:
 
     @property
     def limits(self) -> LimitsConfig:
-        """What clients may ask for."""
+        """Return the routes."""
         return self._limits
 
     def close(self) -> None:
-        """End the threads; what waits for them is given up."""
+        """End the threads; pending work is abandoned."""
         for threads in (self._small, self._large):
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
-        """Work off the event loop. Args: size: of the request, or of its answer."""
+        """Run work off the event loop.
+
+        Args:
+            size: Size of the request, or of its response.
+        """
         threads = self._large if size > _LARGE else self._small
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    # Around every request.
+    # Middleware.
 
     @web.middleware
     async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Whoever wants an answer is counted and timed; who only looks is not."""
+        """Count and time requests for completions; other requests are not counted."""
         if request.method != "POST":
             return await handler(request)
-        # A client that left is not answered, and counted as 499, as web servers do.
+        # A client that disconnected gets no response, and counts as 499, as in web servers.
         clock, status = asyncio.get_running_loop().time, 499
         began_s = clock()
         self._num_running += 1
@@ -182,7 +205,7 @@ class App:
             return await handler(request)
         except ConnectionError:
             raise  # the client has left
-        except Exception as error:
+        except Exception as error:  # any error becomes a response; counted by its status
             refused = self._refusal(first_error(error))
             if refused.status == 500:
                 logger.exception("%s %s failed", request.method, _endpoint(request))
@@ -233,7 +256,7 @@ class App:
             limit = f"limits.body_timeout_s={self._limits.body_timeout_s:g}"
             raise APIError(408, f"the request did not arrive within {limit} s") from None
 
-    # What can be asked.
+    # Routes.
 
     async def _health(self, request: web.Request) -> web.Response:
         stopped = self.stopped.is_set()
@@ -299,7 +322,7 @@ class App:
         generation_params, prompts = await self._in_thread(len(body), read)
         return await self._answer(request, source, prompts, generation_params, None)
 
-    # Answering.
+    # Responses.
 
     async def _answer(
         self,
@@ -320,7 +343,7 @@ class App:
             cache(source.tokenizer.decode_token),
             now(),
         )
-        answering = Answering(source, prompts, generation_params, chat, self._in_thread)
+        answering = Choices(source, prompts, generation_params, chat, self._in_thread)
         deadline_s = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with source.busy():
             if generation_params.stream:
@@ -347,13 +370,14 @@ class App:
             )
 
     async def _stream(
-        self, request: web.Request, answering: Answering, form: Form, deadline_s: float
+        self, request: web.Request, answering: Choices, form: Form, deadline_s: float
     ) -> web.StreamResponse:
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         async with aclosing(answering.parts()) as parts:
-            # Nothing is sent before there is a token, so that what cannot be answered is refused
+            # Nothing is sent before the first token, so that an invalid request is refused
+            # with its status.
             # with its status.
             async with self._until(deadline_s):
                 first = await anext(parts)
@@ -369,8 +393,7 @@ class App:
             except ConnectionError:
                 raise  # the client has left
             except Exception as error:
-                # The status is sent: report the failure in the stream, and
-                # end it.
+                # The status is sent, and counted: report the failure in the stream, and end it.
                 refused = self._refusal(first_error(error))
                 logger.warning("a stream broke off: %s", error, exc_info=refused.status == 500)
                 await _send(response, refused.body())
@@ -390,8 +413,8 @@ class App:
             ) from error
 
 
-class Answering:
-    """The answers to one request as they come into being."""
+class Choices:
+    """The choices of one request while they are generated."""
 
     def __init__(
         self,
@@ -401,7 +424,10 @@ class Answering:
         chat: Chat | None,
         in_thread: Callable[[int, Callable[[], Any]], Awaitable[Any]],
     ) -> None:
-        """Args: in_thread: runs work of a size off the event loop."""
+        """
+        Args:
+            in_thread: Runs work of a size off the event loop.
+        """
         self._source, self._prompts, self._generation_params, self._chat, self._in_thread = (
             source,
             prompts,
@@ -421,19 +447,20 @@ class Answering:
             )
             for _ in range(generation_params.num_samples * len(prompts))
         ]
-        # What is new of each choice, put as the engine tells of it and taken by `parts`; None ends
+        # New text of each choice, put by `_progress_callback` and taken by `parts`; None ends it,
+        # put when all samples are complete.
         # it, put when all is sampled.
         self._news = asyncio.Queue[Part | None]()
         self.reported: Sequence[Part] = ()
         """Return the complete answers."""
 
     async def whole(self) -> Sequence[Part]:
-        """All answers, each in one part."""
+        """Yield all choices, each in one part."""
         await self._end(await self._sampled(follows=bool(self._generation_params.stops)))
         return self.reported
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """The answers in parts, as they are sampled."""
+        """Yield the choices in parts, as they are sampled."""
         sampling_mode = asyncio.create_task(self._sampled(follows=True))
         sampling_mode.add_done_callback(lambda _: self._news.put_nowait(None))
         try:
@@ -447,21 +474,22 @@ class Answering:
     async def _sampled(self, *, follows: bool) -> list[Completion]:
         n = self._generation_params.num_samples
         async with asyncio.TaskGroup() as group:
-            sampling_mode = [
+            generating = [
                 group.create_task(
                     self._source.generate(
                         prompt,
                         self._generation_params,
-                        self._follower(n * place) if follows else None,
+                        self._progress_callback(n * place) if follows else None,
                     )
                 )
                 for place, prompt in enumerate(self._prompts)
             ]
-        return [completion for each in sampling_mode for completion in each.result()]
+        return [completion for each in generating for completion in each.result()]
 
-    def _follower(self, first: int) -> OnProgress:
-        """Hears the choices from `first` on while they are sampled, and ends those that have said a
-        stop string."""
+    def _progress_callback(self, first: int) -> OnProgress:
+        """Receive tokens of the choices from `first` on, and end those that contain a stop
+        string.
+        """
 
         def follow(progress: Sequence[Progress]) -> list[int]:
             for sample, sampled in progress:
@@ -519,7 +547,7 @@ class Answering:
 
 
 def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """What the assistant said, as a turn of a conversation."""
+    """Return the assistant's turn."""
     turn: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
         functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
@@ -528,7 +556,7 @@ def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
 
 
 def _size(parts: Sequence[Part]) -> int:
-    """Tokens that are written about: those of the answers, and the alternatives to each."""
+    """Count the tokens with log-probs: those of the choices, and the top tokens of each."""
     reported = (part.sampled for part in parts)
     return sum(
         each.tokens.size + (0 if each.top_logprobs is None else each.top_logprobs.tokens.size)
@@ -536,7 +564,7 @@ def _size(parts: Sequence[Part]) -> int:
     )
 
 
-class _Busy(asyncio.Protocol):
+class _RefusedConnection(asyncio.Protocol):
     """Refuses a connection."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -547,9 +575,10 @@ class _Busy(asyncio.Protocol):
         transport.close()
 
 
-class _OneLine(logging.Filter):
-    """Lets one line pass for all that is not HTTP in a while, without a traceback: it is a client's
-    fault."""
+class _RateLimitedLog(logging.Filter):
+    """Logs one line per interval for input that is not HTTP, without a traceback: it is a fault of
+    the client.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -577,7 +606,7 @@ class _OneLine(logging.Filter):
 def _http_logger() -> logging.Logger:
     found = logging.Logger(f"{__name__}.http")
     found.parent = logger
-    found.addFilter(_OneLine())
+    found.addFilter(_RateLimitedLog())
     return found
 
 
@@ -585,9 +614,11 @@ def _http_logger() -> logging.Logger:
 async def listening(
     app: App, host: str, port: int, shutdown_timeout_s: float
 ) -> AsyncIterator[int]:
-    """Answer at an address while the body runs; yields the port. At the end answers under way have
-    a while to be finished."""
-    # A handler is cancelled when its client leaves, and with it what it waits for: that is what
+    """Listen at an address while the body runs; yields the port. At the end, running requests have
+    some time to finish.
+    """
+    # A handler is cancelled when its client disconnects, and with it what it awaits, which
+    # frees slots.
     # frees slots.
     runner = web.AppRunner(
         app.http,
@@ -602,7 +633,11 @@ async def listening(
     assert server is not None
 
     def connection() -> asyncio.BaseProtocol:
-        return _Busy() if len(server.connections) >= app.limits.max_connections else server()
+        return (
+            _RefusedConnection()
+            if len(server.connections) >= app.limits.max_connections
+            else server()
+        )
 
     listener = None
     try:
@@ -618,7 +653,8 @@ async def listening(
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    # Others have their turn between two events, also where the client reads as fast as they are
+    # Other requests run between two events, even if the client reads as fast as they are
+    # written.
     # written.
     await asyncio.sleep(0)
     await response.write(
@@ -640,6 +676,6 @@ def _require_model(source: Backend, wanted: str) -> None:
 
 
 def _endpoint(request: web.Request) -> str:
-    """The route, less what differs from client to client."""
+    """Return the route without the parts that differ between clients."""
     resource = request.match_info.route.resource
     return "unknown" if resource is None else resource.canonical.replace("{", "").replace("}", "")

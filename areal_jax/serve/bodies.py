@@ -3,6 +3,8 @@
 Beyond OpenAI's fields: top_k, min_p, min_tokens, repetition_penalty, stop_token_ids, and
 return_token_ids, which returns the token ids of prompt and answer and the weight version of each
 sampled token.
+
+The file has more than 400 lines because it lists all fields of the API.
 """
 
 from __future__ import annotations

@@ -33,36 +33,36 @@ from areal_jax.serve.responses import Part
 logger = logging.getLogger(__name__)
 
 MODEL = "policy"
-"""What agents call the policy that is trained."""
+"""Name of the trained policy for agents."""
 
 HOST = "127.0.0.1"
 
-# Refused: the run's own sampling settings apply to everything that is trained on.
+# Refused, because the run's own sampling settings apply to everything that is trained on.
 _REFUSED = {"num_top_logprobs": "top_logprobs", "min_new_tokens": "min_tokens"}
 
 
-class Said(NamedTuple):
-    """A call that was answered: the conversation up to the answer, and the tokens of both."""
+class FinishedCall(NamedTuple):
+    """A finished call: the conversation up to its answer, and the tokens of both."""
 
     turns: tuple[Any, ...]
     tools: tuple[dict[str, Any], ...]
-    """With which the conversation began."""
+    """First messages of the conversation."""
     prompt: Int32[np.ndarray, "P"]
     completion: Completion
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One agent's calls of the policy: the `Source` of its requests, and their record."""
+    """One agent's calls of the policy: the `Backend` of its requests, and their record."""
 
     base_url: str
     api_key: str
     tokenizer: HFTokenizer
     _generate: Generate
     _max_new_tokens: int
-    _said: list[Said] = field(default_factory=list)
+    _said: list[FinishedCall] = field(default_factory=list)
     _calls: list[tuple[Int32[np.ndarray, "_"], Completion]] = field(default_factory=list)
-    # Requests being answered, which `close` cancels.
+    # Requests in progress, which `close` cancels.
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
@@ -70,12 +70,13 @@ class Session:
         return MODEL
 
     def calls(self) -> tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]:
-        """Prompt and answer of every call that was answered, in the order of their ends; exactly
-        the tokens sampled."""
+        """Return prompt and completion of every finished call, in order of completion, with exactly
+        the sampled tokens.
+        """
         return tuple(self._calls)
 
     def serves(self, model: str) -> bool:
-        return True  # agents were written for others
+        return True  # agents were written for other policies
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -95,8 +96,8 @@ class Session:
         more = self.tokenizer.render_next(chat.turns[len(said.turns) :], said.tools)
         return np.concatenate([said.prompt, answer, more])
 
-    def _before(self, chat: Chat) -> Said | None:
-        """The longest answered call that a conversation continues; None where it begins one."""
+    def _before(self, chat: Chat) -> FinishedCall | None:
+        """Return the longest finished call that a conversation continues; None if it starts one."""
         turns = tuple(_normal(turn) for turn in chat.turns)
         before = [
             said
@@ -136,17 +137,17 @@ class Session:
         for part in parts:
             turns = (*chat.turns, message_of(part.text, part.calls))
             self._said.append(
-                Said(tuple(_normal(turn) for turn in turns), tools, prompt, part.sampled)
+                FinishedCall(tuple(_normal(turn) for turn in turns), tools, prompt, part.sampled)
             )
 
     def close(self) -> None:
-        """Break off what is being answered."""
+        """Cancel the requests in progress."""
         for task in self._tasks:
             task.cancel()
 
 
 def _normal(turn: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A turn as it is compared: clients trim what was said, and write null for an empty text."""
+    """Normalize a turn for comparison: clients trim text, and send null for an empty one."""
     calls = [call["function"] for call in turn.get("tool_calls", ())]
     return (
         turn["role"],
@@ -156,11 +157,13 @@ def _normal(turn: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class AgentServer:
-    """The sessions of a run: one for every agent at work, each under a URL and a token of its
-    own."""
+    """The sessions of a run: one for every running agent, each with its own URL and token."""
 
     def __init__(self, tokenizer: HFTokenizer, max_new_tokens: int, timeout_s: float) -> None:
-        """Args: timeout_s: that an agent has. A call of its may take as long."""
+        """
+        Args:
+            timeout_s: Time limit of an agent, and of each of its calls.
+        """
         self._tokenizer, self._max_new_tokens, self._timeout_s = (
             tokenizer,
             max_new_tokens,
@@ -171,7 +174,7 @@ class AgentServer:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[AgentServer]:
-        """Answer agents while the body runs, on this machine only."""
+        """Serve agents on this machine while the body runs."""
         limits = LimitsConfig(
             max_connections=1 << 16, max_requests=1 << 16, request_timeout_s=self._timeout_s
         )
@@ -180,7 +183,7 @@ class AgentServer:
 
     @asynccontextmanager
     async def open(self, generate: Generate) -> AsyncIterator[Session]:
-        """A session whose calls are sampled by `generate`; at the end it answers nothing more."""
+        """Yield a session whose calls `generate` samples; afterwards it refuses calls."""
         name = secrets.token_hex(8)
         base_url = f"http://{HOST}:{self._port}/sessions/{name}/v1"
         session = Session(

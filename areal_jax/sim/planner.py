@@ -228,7 +228,8 @@ def find_obstacles(question: ClusterQuestion, model: ModelConfig) -> Iterator[st
         state = BYTES_PER_TRAINED_WEIGHT * model.num_params / 1e9
         yield (
             f"devices={question.devices} are too few for model={name}: expected "
-            f"{rollout or tensor} rollout devices and at least {need} x {question.device} for {state:,.0f} GB of "
+            f"{rollout or tensor} rollout devices and at least {need} x {question.device} for "
+            f"{state:,.0f} GB of "
             "parameters, gradients and moments, besides activations"
         )
 

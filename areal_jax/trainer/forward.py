@@ -54,8 +54,9 @@ class DeviceBatch(NamedTuple):
     reference_logp: Float[Array, "B T"] | None = None
     """Present if the objective reads a reference."""
     weights: Float[Array, "B T"] | None = None
-    """Weight of each token in the mean that the loss is; present if that is not the mean over tokens
-    and the objective reads it."""
+    """Weight of each token in the mean that the loss is; present if that is not the mean over
+    tokens and the objective reads it.
+    """
 
     @property
     def inputs(self) -> ModelInputs:

@@ -38,8 +38,8 @@ def predicted_bytes(
     """Estimate the bytes on each device of the train mesh, by purpose.
 
     Parameters, gradients and optimizer are exact; activations and logits are within about a third.
-    `critic` counts its parameters and optimizer state, and the bytes by which its updates exceed the
-    policy's.
+    `critic` counts its parameters and optimizer state, and the bytes by which its updates exceed
+    the policy's.
     """
     if critic is not None:
         of_policy, of_critic = (

@@ -95,7 +95,8 @@ class Trainer(Versions):
         return [*super().list_programs(), *frozen]
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """Train on a batch with `num_mini_batches` optimizer updates, and increase `version` by one.
+        """Train on a batch with `num_mini_batches` optimizer updates, and increase `version` by
+        one.
 
         Tokens more than `max_staleness` versions old are context only. Proximal log-probs are those
         of the parameters before the first update. A mini-batch without a loss token updates

@@ -30,7 +30,8 @@ class TrainState(NamedTuple):
     """Trained parameters: the adapter if the policy has one, else all. float32, sharded over the
     train mesh."""
     opt_state: optax.OptState
-    """Optimizer state in float32, with moments sharded like the parameters and a count of updates."""
+    """Optimizer state in float32, with moments sharded like the parameters and a count of updates.
+    """
     version: Int32[np.ndarray, ""]
     """Number of trainer steps so far."""
     critic: CriticState | None = None

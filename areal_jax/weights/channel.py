@@ -13,7 +13,8 @@ Sent = TypeVar("Sent")
 Arrived = TypeVar("Arrived")
 
 OnEvent: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None]
-"""on_event(name, start_s, end_s, args), times of time.perf_counter; called in the delivery thread."""
+"""on_event(name, start_s, end_s, args), times of time.perf_counter; called in the delivery thread.
+"""
 
 _WAKE_UP_S = 1.0
 _CLOSE_TIMEOUT_S = 60.0
@@ -131,7 +132,7 @@ class LatestWins(Generic[Sent, Arrived]):
 
     @property
     def in_flight(self) -> int | None:
-        """Newest version that is sent, not delivered everywhere and not failed; None without one."""
+        """Newest version that is sent, and neither delivered everywhere nor failed; or None."""
         with self._changed:
             last = self._last_version
             return (

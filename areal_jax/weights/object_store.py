@@ -5,8 +5,8 @@ them. The weight broadcast sends the contributions of all hosts to the engines. 
 pulls the shards of its devices from all hosts in parallel and shows a version when it is complete
 and its digests match. No host gathers the parameters, and neither trainer nor engine blocks.
 
-Contributions are plain dicts, so that messages depend on no class of this package. The file has more
-than 400 lines because publisher and reader share one description of shards.
+Contributions are plain dicts, so that messages depend on no class of this package. The file has
+more than 400 lines because publisher and reader share one description of shards.
 """
 
 from __future__ import annotations
@@ -514,7 +514,8 @@ def _cut_out(
     found = sum(math.prod(stop - start for start, stop in both) for both, _ in common)
     if found != size:
         raise _InvalidUpdate(
-            f"{name} has {found} of the {size} entries of {_text(box)}; a shard of a host is missing"
+            f"{name} has {found} of the {size} entries of {_text(box)}; a shard of a host is "
+            f"missing"
         )
     whole = np.empty([stop - start for start, stop in box], dtype)
     for both, part in common:
@@ -528,7 +529,8 @@ def _require_all_hosts(version: int, contributions: Sequence[Contribution]) -> N
     num_hosts = max((contribution["num_hosts"] for contribution in contributions), default=1)
     if hosts != list(range(num_hosts)):
         raise _InvalidUpdate(
-            f"expected contributions of hosts 0 to {num_hosts - 1}, found those of {hosts or 'none'}"
+            f"expected contributions of hosts 0 to {num_hosts - 1}, found those of "
+            f"{hosts or 'none'}"
         )
     if others := {
         one["host"]: one["version"] for one in contributions if one["version"] != version

@@ -20,8 +20,9 @@ _TURN_S = 10.0
 """Duration after which a turn expires, in seconds: the engine may hang."""
 
 _BEGIN_S = 5.0
-"""Maximum time from the request of a turn to the start of the swap, in seconds; later the turn could
-expire during the swap."""
+"""Maximum time from the request of a turn to the start of the swap, in seconds; later the turn
+could expire during the swap.
+"""
 
 _REQUEST_AGAIN_S = 1.0
 """Interval at which an engine repeats its request for a turn, in seconds."""

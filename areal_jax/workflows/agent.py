@@ -3,6 +3,9 @@ their calls.
 
 Agents never run in the training process: functions run in worker processes, several in each;
 commands run in a process each. Each such process has a guard, which kills it and its descendants.
+
+The file has more than 400 lines because hosts, workers and guards share the rules by which an agent
+is cancelled, restarted or blamed.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import shutil
 import struct
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -289,7 +292,9 @@ class AgentHost:
                         is_alone, num_moves = is_alone or not is_moved, num_moves + is_moved
                         continue
                     raise AgentFailed(f"the agent on task {task.id} failed: {error}") from error
-                except Exception as error:  # untrusted code: any error is the agent's failure
+                except (
+                    Exception
+                ) as error:  # untrusted code; counted in rollout/rejected/agent_failed
                     if stopped:
                         raise stopped[0] from error
                     text = (
@@ -339,21 +344,21 @@ class _EvaluationRunner:
 async def guarded(*argv: str, **options: Any) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a program that is killed, with its descendants, when the body or this process ends."""
     lifeline, ours = os.pipe()
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", guard.__file__, str(lifeline), *argv),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            pass_fds=(lifeline,),
-            start_new_session=True,
-            limit=_MAX_LINE,
-            **options,
-        )
-    except BaseException:  # also on cancellation: the pipe must not leak
-        os.close(ours)
-        raise
-    finally:
-        os.close(lifeline)
+    with ExitStack() as close_on_error:
+        close_on_error.callback(os.close, ours)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", guard.__file__, str(lifeline), *argv),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(lifeline,),
+                start_new_session=True,
+                limit=_MAX_LINE,
+                **options,
+            )
+        finally:
+            os.close(lifeline)
+        close_on_error.pop_all()
     try:
         yield process
     finally:
@@ -429,17 +434,19 @@ class Workers:
                 raise EngineStopped("the agent host is closed")
             worker = Worker(self._changed)
             self._workers.append(worker)
-            try:
+            async with AsyncExitStack() as close_on_error:
+                close_on_error.push_async_callback(worker.close)
                 await worker.start(self._function, self._stall_s)
-            except BaseException:  # also on cancellation: no process may stay behind
-                await worker.close()
-                raise
+                close_on_error.pop_all()
         self._changed.set()
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """Host's view of one worker process."""
+    """Host's view of one worker process.
+
+    It has more than 200 lines because every message of the process changes the same state.
+    """
 
     _changed: asyncio.Event
     agents: dict[int, asyncio.Future[Any]] = field(default_factory=dict)

@@ -107,7 +107,7 @@ class Worker:
     async def _run_agent(self, number: int, agent: Awaitable[Any]) -> None:
         try:
             outcome = _outcome(await agent)
-        except BaseException as error:  # untrusted code: any error is the agent's failure
+        except BaseException as error:  # untrusted code; counted in rollout/rejected/agent_failed
             outcome = _failure(error)
         self._tasks.pop(number, None)
         self._end(number, outcome)
@@ -117,7 +117,9 @@ class Worker:
             self._threads[number] = threading.get_ident()
             try:
                 outcome = _outcome(self._function(task, base_url, api_key))
-            except BaseException as error:  # untrusted code: any error is the agent's failure
+            except (
+                BaseException
+            ) as error:  # untrusted code; counted in rollout/rejected/agent_failed
                 outcome = _failure(error)
             self._threads.pop(number, None)
             self._end(number, outcome)

@@ -130,7 +130,8 @@ class Agent(WorkflowConfig):
     function: str | None = chz.field(
         default=None,
         doc="agent function FILE.py:NAME or PACKAGE.MODULE:NAME, async or not, called as "
-        "NAME(task, base_url, api_key) for every sample; returns a bool, a number from 0 to 1 for a "
+        "NAME(task, base_url, api_key) for every sample; returns a bool, a number from 0 to 1 "
+        "for a "
         "reward between wrong and correct, or None to have its last answer graded",
     )
     command: str | None = chz.field(

@@ -161,8 +161,8 @@ def test_frozen_weights_have_no_gradient_computation() -> None:
         adapter,
         base,
     )
-    # Forward pass, and the half of the backward pass for x: two thirds, plus a little for rank 1 and
-    # attention.
+    # Forward pass, and the half of the backward pass for x: two thirds, plus a little for rank 1
+    # and attention.
     assert 0.6 < part / full < 0.8
 
 
@@ -187,8 +187,8 @@ def test_new_adapter_is_a_no_op_and_sampled_like_pefts() -> None:
 
 
 def test_bfloat16_base_preserves_small_adapter_updates() -> None:
-    # W is representable in bfloat16; updates of a thousandth of W are a quarter of its rounding step,
-    # so that merging would lose them.
+    # W is representable in bfloat16; updates of a thousandth of W are a quarter of its rounding
+    # step, so that merging would lose them.
     policy = adapted()
     base = jax.tree.map(
         lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), random_params(policy)

@@ -195,8 +195,8 @@ def test_expert_weights_sum_to_one_with_norm_topk_prob():
 
 @pytest.mark.slow
 def test_router_is_float32_in_every_compute_dtype():
-    # Scores of two experts that are equal in bfloat16: those of the second are larger by one part in
-    # 1024 if positive.
+    # Scores of two experts that are equal in bfloat16: those of the second are larger by one part
+    # in 1024 if positive.
     layer, x = layer_of(num_experts=2, num_experts_per_tok=1)
     layer.router[...] = draw(16, 1, seed=3) * jnp.array([1.0, 1 + 2**-10])
     x, counted = x.astype(jnp.bfloat16), jnp.ones((2, 6), bool)
@@ -205,7 +205,8 @@ def test_router_is_float32_in_every_compute_dtype():
     )
     assert narrow is not None and wide is not None
     np.testing.assert_array_equal(narrow.chosen, wide.chosen)
-    # With a router in bfloat16 all twelve scores would be equal, and every token would choose the first.
+    # With a router in bfloat16 all twelve scores would be equal, and every token would choose the
+    # first.
     assert narrow.chosen[1] == (x.astype(jnp.float32) @ layer.router[..., 0] > 0).sum() == 7
 
 

@@ -89,8 +89,8 @@ def test_quantized_pages_bound_the_error_by_the_largest_number(dtype: str, most:
         ):
             exact, found = x[row, :length].swapaxes(0, 1), read[:, :length]
             largest = jnp.abs(exact).max(axis=-1, keepdims=True)
-            # int8: half a step of 1/127. float8 with three mantissa bits: half a step of 1/8, relative
-            # to the number.
+            # int8: half a step of 1/127. float8 with three mantissa bits: half a step of 1/8,
+            # relative to the number.
             assert float((jnp.abs(found - exact) / largest).max()) <= (
                 0.5 / 127 + 1e-6 if dtype == "int8" else 1 / 16
             )

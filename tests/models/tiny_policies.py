@@ -55,7 +55,9 @@ def on_one_device(policy: Policy) -> Params:
 def cached_hidden(
     policy: Policy, params: Params, tokens: jax.Array, prompt: int, *, unroll: bool = False
 ) -> jax.Array:
-    """Compute final hidden states: the first `prompt` tokens by prefill, the others by decode steps."""
+    """Compute final hidden states: the first `prompt` tokens by prefill, the others by decode
+    steps.
+    """
     hidden = partial(policy.hidden, params, compute_dtype=jnp.float32, unroll=unroll)
     step_of = jax.jit(
         lambda token, step, caches: hidden(
