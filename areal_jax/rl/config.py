@@ -97,7 +97,7 @@ class Rejection:
     - `geometric_min`, `geometric_max`: exp(mean(log w)) of a sequence (Geo-RS);
     - `sequence_min`, `sequence_max`: the product of a sequence's w;
     - `k3_max`: mean(w - 1 - log w) of a sequence (K3-RS);
-    - `binary_kl_max`: of a token, the larger one of both KLs between coins that show this token with
+    - `binary_kl_max`: of a token, the larger KL between coins that show this token with
       the proximal and the behaviour probability (KPop, https://ringtech.notion.site/kpop);
     - `negative_log_ratio_max`: mean(log(behave/theta)) of a sequence whose advantage is negative
       (OPSM of DeepSeek-V3.2, arXiv:2512.02556).
@@ -198,8 +198,8 @@ class DecoupledPPO(ProximalLoss):
     behave_clip: float | None = chz.field(
         validator=ABOVE_ONE,
         default=None,
-        doc="second clip: bound c > 1 on theta/behave (1/c where the advantage is negative), beyond "
-        "which a token has no gradient; none: no bound",
+        doc="second clip: bound c > 1 on theta/behave (1/c where the advantage is negative); beyond"
+        " it a token has no gradient; none: no bound",
     )
 
 
