@@ -43,7 +43,7 @@ from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import NO_VERSION, Group, Sample, Task
-from areal_jax.rl.config import GAE
+from areal_jax.rl.config import GAE, MaxRL
 from areal_jax.rl.presets import PRESETS
 from areal_jax.trainer.objective import policy_learner
 from areal_jax.trainer.pipeline import SampleLimits
@@ -63,8 +63,9 @@ def read_scores(folder: Path) -> dict[str, tuple[float, float]]:
             f"algorithm={name}",
             f"evaluation.every_steps={NUM_STEPS}",
             "checkpoint.export_hf=false",
+            *(["rewards.wrong=0"] if isinstance(preset.advantages, MaxRL) else []),
         )
-        for name in PRESETS
+        for name, preset in PRESETS.items()
     }
     return {
         name: (pass_at_1(rows)[0], pass_at_1(rows)[-1])

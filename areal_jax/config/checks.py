@@ -15,7 +15,7 @@ from areal_jax.errors import ConfigError
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.python_objects import PREFIX, is_missing
 from areal_jax.rewards.tools import TOOLS
-from areal_jax.rl.config import DPPO, GAE, GroupNormalized, LeaveOneOut, Reference
+from areal_jax.rl.config import DPPO, GAE, GroupNormalized, LeaveOneOut, MaxRL, Reference, Shaping
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.trainer.config import Critic, TrainerConfig
 from areal_jax.workflows.config import Agent, CustomWorkflow, MultiTurn, SingleTurn, ToolUse
@@ -39,6 +39,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
         yield from _used_critic(experiment)
         yield from _success_rates(experiment)
         yield from _weighted_penalty(experiment)
+        yield from _unshaped_rewards(experiment)
     else:
         yield from _used_trainer_settings(experiment)
     if isinstance(experiment, PreferenceExperiment):
@@ -140,7 +141,7 @@ def _signal(experiment: Experiment) -> Iterator[str]:
     """Advantages are not always zero."""
     advantages, is_distilled = experiment.trainer.advantages, experiment.trainer.teacher is not None
     alone = experiment.rollout.samples_per_group == 1 and not is_distilled
-    if alone and isinstance(advantages, GroupNormalized | LeaveOneOut):
+    if alone and isinstance(advantages, GroupNormalized | LeaveOneOut | MaxRL):
         yield (
             "rollout.samples_per_group=1 makes all advantages zero under "
             f"trainer.advantages={type(advantages).__name__}; set it to at least 2, or set "
@@ -155,6 +156,25 @@ def _signal(experiment: Experiment) -> Iterator[str]:
         yield (
             f"rewards.correct={experiment.rewards.correct} is not above "
             f"rewards.wrong={experiment.rewards.wrong}; raise the first or lower the second"
+        )
+
+
+def _unshaped_rewards(experiment: Experiment) -> Iterator[str]:
+    """MaxRL divides by the mean of rewards of 0 or more."""
+    if not isinstance(experiment.trainer.advantages, MaxRL):
+        return
+    rewards = experiment.rewards
+    for name in ("wrong", "no_answer"):
+        reward = getattr(rewards, name)
+        if rewards.scale == "unit" and reward is not None and reward < 0.0:
+            yield (
+                f"rewards.{name}={reward} with trainer.advantages=MaxRL, which needs rewards of 0 "
+                f"or more; set rewards.{name}=0"
+            )
+    if experiment.trainer.shaping != Shaping():
+        yield (
+            "trainer.shaping with trainer.advantages=MaxRL, which needs rewards as they are; leave "
+            "out trainer.shaping"
         )
 
 

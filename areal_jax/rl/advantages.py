@@ -20,6 +20,7 @@ from areal_jax.rl.config import (
     CustomAdvantages,
     GroupNormalized,
     LeaveOneOut,
+    MaxRL,
     Mean,
     Shaping,
     Unnormalized,
@@ -62,6 +63,8 @@ def compute_advantages(
             return _spread(
                 groups, [_leave_one_out(rewards_G) for rewards_G in _rewards_by_group(groups)]
             )
+        case MaxRL():
+            return _spread(groups, [_max_rl(rewards_G) for rewards_G in _rewards_by_group(groups)])
         case BatchNormalized():
             return _batch_normalized(groups, config)
         case GAE():
@@ -75,7 +78,7 @@ def compute_advantages(
     raise TypeError(
         "expected an advantage estimator of areal_jax.rl.config, found "
         f"{type(config).__name__}; set trainer.advantages to GroupNormalized, LeaveOneOut, "
-        "BatchNormalized, Unnormalized or GAE"
+        "MaxRL, BatchNormalized, Unnormalized or GAE"
     )
 
 
@@ -89,18 +92,15 @@ def value_targets(
 ) -> list[list[Float32[np.ndarray, "_"]]]:
     """Compute the critic's targets, the lambda returns: unnormalised advantage plus value.
 
-    Targets are 0 outside the action mask.
+    Targets are 0 outside the action mask. Lambda is `critic_lam`, if it is set (VC-PPO,
+    arXiv:2503.01491).
     """
-    return [
-        [
-            (
-                generalized_advantages(config, trajectory)
-                + np.where(trajectory.action_mask, _values(trajectory), 0.0)
-            ).astype(np.float32)
-            for trajectory in group
-        ]
-        for group in groups
-    ]
+
+    def targets(trajectory: Trajectory) -> Float32[np.ndarray, "T"]:
+        lam = _lambda(config, trajectory) if config.critic_lam is None else config.critic_lam
+        return np.sum(_advantages_and_values(config, trajectory, lam), axis=0, dtype=np.float32)
+
+    return [[targets(trajectory) for trajectory in group] for group in groups]
 
 
 def generalized_advantages(config: GAE, trajectory: Trajectory) -> Float64[np.ndarray, "T"]:
@@ -109,24 +109,45 @@ def generalized_advantages(config: GAE, trajectory: Trajectory) -> Float64[np.nd
     delta_i = r_i + gamma V_{i+1} - V_i,  A_i = delta_i + gamma lam A_{i+1}, where i counts sampled
     tokens only: prompt, feedback and tool output are no steps and discount nothing. The sample's
     reward is added to its last step. Advantages are 0 outside the action mask.
+
+    With `config.step="turn"`, i counts turns: r_i is the sum of the turn's token rewards, V_i the
+    value of the state in which its first token was sampled, and its tokens share A_i.
     """
+    lam = _lambda(config, trajectory)
+    return _advantages_and_values(config, trajectory, lam)[0]
+
+
+def _lambda(config: GAE, trajectory: Trajectory) -> float:
+    """max(0, 1 - 1 / (alpha L)) with L sampled tokens (VAPO, arXiv:2504.05118), or `lam`."""
+    if config.length_alpha is None:
+        return config.lam
+    return max(0.0, 1.0 - 1.0 / (config.length_alpha * max(trajectory.action_mask.sum(), 1)))
+
+
+def _advantages_and_values(
+    config: GAE, trajectory: Trajectory, lam: float
+) -> Float64[np.ndarray, "2 T"]:
+    """Advantage of every token's step, and the critic's value before it."""
     action_mask = trajectory.action_mask
-    advantages, values = (
-        np.zeros(action_mask.shape, np.float64),
-        _values(trajectory)[action_mask].astype(np.float64),
+    found = np.zeros((2, *action_mask.shape), np.float64)
+    places = np.flatnonzero(action_mask)
+    if not len(places):
+        return found
+    is_first = np.ones(places.shape, bool)
+    if config.step == "turn":
+        is_first[1:] = np.diff(places) > 1
+    values = _values(trajectory)[places[is_first]].astype(np.float64)
+    token_rewards = (
+        np.zeros(places.shape)
+        if trajectory.token_rewards is None
+        else trajectory.token_rewards[places].astype(np.float64)
     )
-    if len(values):
-        rewards = (
-            np.zeros(values.shape)
-            if trajectory.token_rewards is None
-            else trajectory.token_rewards[action_mask].astype(np.float64)
-        )
-        rewards[-1] += trajectory.reward
-        after = np.append(values[1:], trajectory.value_after)
-        advantages[action_mask] = _discounted(
-            rewards + config.gamma * after - values, config.gamma * config.lam
-        )
-    return advantages
+    rewards = np.add.reduceat(token_rewards, np.flatnonzero(is_first))
+    rewards[-1] += trajectory.reward
+    after = np.append(values[1:], trajectory.value_after)
+    advantages = _discounted(rewards + config.gamma * after - values, config.gamma * lam)
+    found[:, places] = np.stack([advantages, values])[:, np.cumsum(is_first) - 1]
+    return found
 
 
 def shape_rewards(
@@ -232,6 +253,17 @@ def _leave_one_out(rewards_G: Float[np.ndarray, "G"]) -> Float32[np.ndarray, "G"
     mean)."""
     size = len(rewards_G)
     return (size / max(size - 1, 1) * _centred(rewards_G)).astype(np.float32)
+
+
+def _max_rl(rewards_G: Float[np.ndarray, "G"]) -> Float32[np.ndarray, "G"]:
+    """(r - group mean) / group mean (MaxRL, arXiv:2602.02710)."""
+    if len(rewards_G) and rewards_G.min() < 0.0:
+        raise ValueError(
+            "trainer.advantages=MaxRL expects rewards of 0 or more, found "
+            f"{rewards_G.min()}; set rewards.wrong=0, or use GroupNormalized"
+        )
+    mean = rewards_G.mean() if len(rewards_G) else 0.0
+    return (_centred(rewards_G) / (mean if mean > 0.0 else 1.0)).astype(np.float32)
 
 
 def _centred(rewards_G: Float[np.ndarray, "G"]) -> Float64[np.ndarray, "G"]:

@@ -446,6 +446,17 @@ class LeaveOneOut(Advantages):
 
 
 @chz.chz
+class MaxRL(Advantages):
+    """MaxRL (arXiv:2602.02710): (reward - mean of its group) / mean, the same on every token; 0 if
+    the mean is 0.
+
+    A correct answer to a hard problem weighs more, as in the gradient of log(success rate). Rewards
+    are 0 or more (`rewards.wrong=0`) and not shaped: a negative mean turns every sign around, and a
+    mean near 0 has no bound.
+    """
+
+
+@chz.chz
 class BatchNormalized(Advantages):
     """AReaL: the reward on every token, normalised over all loss tokens of the batch
     (arXiv:2505.24298, section 5.1 and table 3)."""
@@ -475,6 +486,22 @@ class GAE(Advantages):
         validator=FRACTION,
         default=0.95,
         doc="lambda of GAE: 0 uses the critic's next value only, 1 the whole return",
+    )
+    length_alpha: float | None = chz.field(
+        validator=POSITIVE,
+        default=None,
+        doc="lambda by length in place of lam: max(0, 1 - 1 / (length_alpha · sampled tokens of "
+        "the answer)) (VAPO: 0.05); none: lam",
+    )
+    critic_lam: float | None = chz.field(
+        validator=FRACTION,
+        default=None,
+        doc="lambda of the critic's targets (VC-PPO: 1); none: as the advantages'",
+    )
+    step: Literal["token", "turn"] = chz.field(
+        default="token",
+        doc="step of the decision process: each sampled token, or each turn, a stretch of sampled "
+        "tokens, all of which get the turn's advantage and return",
     )
     normalize: bool = chz.field(
         default=True,

@@ -27,6 +27,7 @@ from areal_jax.rl.config import (
     LeaveOneOut,
     Loss,
     Masked,
+    MaxRL,
     Mean,
     Reference,
     Reinforce,
@@ -93,6 +94,24 @@ PRESETS: dict[str, Preset] = {
         loss=PPO(),
         advantages=GAE(),
     ),
+    "vc_ppo": Preset(
+        "VC-PPO, arXiv:2503.01491, decoupled lambdas; set trainer.critic.warmup_steps for its "
+        "value pretraining",
+        loss=PPO(),
+        advantages=GAE(critic_lam=1.0),
+    ),
+    "vapo": Preset(
+        "VAPO, arXiv:2504.05118, without its loss on positive examples; set "
+        "trainer.critic.warmup_steps for its value pretraining",
+        loss=PPO(clip_eps_high=0.28),
+        advantages=GAE(length_alpha=0.05, critic_lam=1.0),
+    ),
+    "ppo_turns": Preset(
+        "PPO, arXiv:1707.06347, with the turns of a conversation as steps",
+        loss=PPO(),
+        advantages=GAE(step="turn"),
+    ),
+    "maxrl": Preset("MaxRL, arXiv:2602.02710; needs rewards.wrong=0", advantages=MaxRL()),
     "ppo_no_critic": Preset(
         "PPO, arXiv:1707.06347, with GRPO's advantages instead of a critic's", loss=PPO()
     ),

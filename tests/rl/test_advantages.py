@@ -22,6 +22,7 @@ from areal_jax.rl.config import (
     CustomAdvantages,
     GroupNormalized,
     LeaveOneOut,
+    MaxRL,
     Mean,
     Shaping,
     Unnormalized,
@@ -109,6 +110,19 @@ def test_leave_one_out_equals_areal() -> None:
     # AReaL's own test: the others of 1 among 1..6 are 2..6, whose mean is 4: -3.
     (advantages,) = compute(LeaveOneOut(), ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1] * 6))
     np.testing.assert_allclose(advantages, [-3.0, -1.8, -0.6, 0.6, 1.8, 3.0], atol=1e-6)
+
+
+def test_max_rl_divides_by_the_mean_of_each_group() -> None:
+    # Means .25, 1 and 0: (1 - .25) / .25 = 3, -.25 / .25 = -1; (2 - 1) / 1.
+    first, second, third = compute(
+        MaxRL(), ([1.0, 0.0, 0.0, 0.0], [1, 9, 2, 1]), ([0.0, 2.0], [3, 1]), ([0.0, 0.0], [1, 1])
+    )
+    np.testing.assert_allclose(first, [3.0, -1.0, -1.0, -1.0], rtol=1e-6)
+    np.testing.assert_allclose(second, [-1.0, 1.0], rtol=1e-6)
+    assert not third.any()
+    assert not compute(MaxRL(), ([0.1, 0.1, 0.1], [3, 3, 3]))[0].any()
+    with pytest.raises(ValueError, match=r"rewards\.wrong=0"):
+        compute(MaxRL(), ([1.0, -1.0], [1, 1]))
 
 
 def test_group_of_one_sample_gets_zero_advantage() -> None:

@@ -75,6 +75,65 @@ def test_gae_bootstraps_truncated_answers_and_skips_tool_tokens() -> None:
     assert not found[~action_mask].any()
 
 
+def test_turns_as_steps_equal_areal() -> None:
+    # Turns of values .2 and .6: 5 - .6 = 4.4; .9 · .6 - .2 + .72 · 4.4 = 3.508; returns 3.708 and 5.
+    action_mask = np.array([0, 1, 1, 0, 0, 1, 1, 1], bool)
+    config = GAE(gamma=0.9, lam=0.8, step="turn")
+    ended = Trajectory(5.0, action_mask, action_mask, values=VALUES)
+    np.testing.assert_allclose(
+        generalized_advantages(config, ended), [0, *[3.508] * 2, 0, 0, *[4.4] * 3], atol=1e-12
+    )
+    ((targets,),) = value_targets(config, [[ended]])
+    np.testing.assert_allclose(targets, [0, *[3.708] * 2, 0, 0, *[5.0] * 3], rtol=1e-6)
+    # Turn 0 earns 1, wherever in it, and the answer is cut off at value .8: 5 + .72 - .6 = 5.12;
+    # 1 + .34 + .72 · 5.12 = 5.0264.
+    for place in (1, 2):
+        cut_off = ended._replace(token_rewards=np.eye(8)[place], value_after=0.8)
+        np.testing.assert_allclose(
+            generalized_advantages(config, cut_off)[action_mask],
+            [*[5.0264] * 2, *[5.12] * 3],
+            atol=1e-12,
+        )
+
+
+def test_turns_of_one_token_are_token_steps() -> None:
+    rng = np.random.default_rng(1)
+    action_mask = np.arange(40) % 2 == 1
+    trajectory = Trajectory(1.0, action_mask, action_mask, *rng.normal(size=(2, 40)), 0.3)
+    by_turn, by_token = (
+        generalized_advantages(GAE(gamma=0.9, step=step), trajectory) for step in ("turn", "token")
+    )
+    np.testing.assert_allclose(by_turn, by_token, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("length", "lam"), [(10, 0.0), (20, 0.0), (100, 0.8), (1000, 0.98), (8000, 0.9975)]
+)
+def test_lambda_by_length_equals_vapo(length: int, lam: float) -> None:
+    # 1 - 1 / (.05 L), not below 0. The prompt's tokens do not count.
+    action_mask = np.arange(length + 7) >= 7
+    values = np.random.default_rng(length).normal(size=length + 7)
+    trajectory = Trajectory(1.0, action_mask, action_mask, values=values)
+    np.testing.assert_allclose(
+        generalized_advantages(GAE(length_alpha=0.05), trajectory),
+        generalized_advantages(GAE(lam=lam), trajectory),
+        atol=1e-9,
+    )
+
+
+def test_critic_has_its_own_lambda() -> None:
+    # V = [.2, .4, .6], R = 1. lambda .5: .4; .2 + .5 · .4 = .4; .2 + .5 · .4 = .4. lambda 1: the
+    # return.
+    action_mask = np.ones(3, bool)
+    trajectory = Trajectory(1.0, action_mask, action_mask, values=np.array([0.2, 0.4, 0.6]))
+    config = GAE(lam=0.5, critic_lam=1.0)
+    np.testing.assert_allclose(generalized_advantages(config, trajectory), [0.4, 0.4, 0.4])
+    ((targets,),) = value_targets(config, [[trajectory]])
+    np.testing.assert_allclose(targets, [1.0, 1.0, 1.0])
+    ((targets,),) = value_targets(GAE(lam=0.5), [[trajectory]])
+    np.testing.assert_allclose(targets, [0.6, 0.8, 1.0], rtol=1e-6)
+
+
 def test_gae_equals_the_loop_on_a_thousand_random_masks() -> None:
     rng = np.random.default_rng(0)
     for i in range(1000):
