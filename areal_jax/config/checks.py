@@ -332,6 +332,7 @@ def _used_trainer_settings(experiment: FineTuning) -> Iterator[str]:
     given = settings(experiment.trainer)
     unread = [
         "loss",
+        "positive_nll_coef",
         "entropy_coef",
         "shaping",
         "advantages",

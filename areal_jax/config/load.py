@@ -273,6 +273,7 @@ def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
         loss_mean=preset.loss_mean,
         advantages=preset.advantages,
         shaping=preset.shaping,
+        positive_nll_coef=preset.positive_nll_coef,
         critic=experiment.trainer.critic if isinstance(preset.advantages, GAE) else Critic(),
         reference=preset.reference,
     )

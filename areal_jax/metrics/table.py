@@ -89,6 +89,7 @@ _TRAINER = (
     Entry("kl_proximal_theta", "KL of the proximal policy to the trained policy", "nats"),
     Entry("kl_reference", "KL of the policy to the reference policy", "nats"),
     Entry("kl_teacher", "KL of the policy to the teacher", "nats", "decreasing"),
+    Entry("positive_nll", "negative log-likelihood per token of correct answers", "nats"),
     Entry("m2po_kept_fraction", "share of tokens that M2PO keeps", "share", "above 0.9"),
     Entry("value_loss", "loss of the critic", "reward²"),
     Entry("value_clip_fraction", "share of clipped values", "share"),

@@ -47,6 +47,7 @@ class Preset:
     advantages: Advantages = field(default_factory=GroupNormalized)
     loss_mean: Mean = "tokens"
     shaping: Shaping = field(default_factory=Shaping)
+    positive_nll_coef: float = 0.0
     reference: Reference | None = None
     """A reference costs the memory of one more copy of the weights, and one more forward pass."""
     success_rate_above: float | None = None
@@ -101,10 +102,10 @@ PRESETS: dict[str, Preset] = {
         advantages=GAE(critic_lam=1.0),
     ),
     "vapo": Preset(
-        "VAPO, arXiv:2504.05118, without its loss on positive examples; set "
-        "trainer.critic.warmup_steps for its value pretraining",
+        "VAPO, arXiv:2504.05118; set trainer.critic.warmup_steps for its value pretraining",
         loss=PPO(clip_eps_high=0.28),
         advantages=GAE(length_alpha=0.05, critic_lam=1.0),
+        positive_nll_coef=0.1,
     ),
     "ppo_turns": Preset(
         "PPO, arXiv:1707.06347, with the turns of a conversation as steps",

@@ -50,6 +50,31 @@ def sft_loss(
     return mean_loss({"loss": -jnp.sum(logp)}, count, num_tokens)
 
 
+def positive_nll(
+    coefficient: float,
+    logp: Float[Array | np.ndarray, "*B T"],
+    mask: Shaped[Array | np.ndarray, "*B T"],
+    weights: Float[Array | np.ndarray, "*B T"],
+    num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
+) -> PolicyLoss:
+    """Compute the negative log-likelihood of correct answers (VAPO, arXiv:2504.05118).
+
+    L = -coefficient/N sum_t weight_t logp_t. With weight N/(tokens of correct answers) there and 0
+    elsewhere it is the mean over the tokens of correct answers.
+
+    Args:
+        coefficient: factor of the loss.
+        logp: log-probs of the policy being trained.
+        mask: true (or 1) where the token counts.
+        weights: weight of every token.
+        num_tokens: N. None: the mask's count; for a micro-batch, the whole mini-batch's count.
+    """
+    mask = jnp.asarray(mask).astype(bool)
+    total = -jnp.sum(zero_outside(mask, weights) * zero_outside(mask, logp))
+    count = jnp.sum(mask, dtype=total.dtype)
+    return mean_loss({"loss": coefficient * total, "positive_nll": total}, count, num_tokens)
+
+
 def value_loss(
     values: Float[Array | np.ndarray, "*B T"],
     old_values: Float[Array | np.ndarray, "*B T"],

@@ -92,6 +92,12 @@ class TrainerConfig:
         "of its tokens; or constant: its "
         "sequences, each the sum of its tokens over engine.max_new_tokens (Dr.GRPO)",
     )
+    positive_nll_coef: float = chz.field(
+        validator=NOT_NEGATIVE,
+        default=0.0,
+        doc="weight of the negative log-likelihood of correct answers, a mean over their tokens of "
+        "a mini-batch (VAPO: 0.1); 0: none",
+    )
     entropy_coef: float = chz.field(
         validator=NOT_NEGATIVE,
         default=0.0,

@@ -53,6 +53,9 @@ class DeviceBatch(NamedTuple):
     """Zeros until it is replaced."""
     reference_logp: Float[Array, "B T"] | None = None
     """Present if the objective reads a reference."""
+    positive_weights: Float[Array, "B T"] | None = None
+    """Weight of each token in the negative log-likelihood of correct answers; present if the
+    objective has it."""
     weights: Float[Array, "B T"] | None = None
     """Weight of each token in the mean that the loss is; present if that is not the mean over
     tokens and the objective reads it.

@@ -16,7 +16,7 @@ from areal_jax.rl.importance_weights import interpolated_proximal, second_moment
 from areal_jax.rl.kl import kl_loss
 from areal_jax.rl.losses import policy_loss
 from areal_jax.rl.off_policy import OffPolicyCounts, off_policy_counts
-from areal_jax.rl.token_losses import PolicyLoss
+from areal_jax.rl.token_losses import PolicyLoss, positive_nll
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.programs import Objective
@@ -52,13 +52,17 @@ def proximal_of(loss: Loss) -> Proximal:
 
 
 def policy_objective(config: TrainerConfig) -> Objective:
-    """Return the policy loss, plus the KL to a reference if the settings have one."""
+    """Return the policy loss, plus the KL to a reference and the loss on correct answers if the
+    settings have them."""
     kl = None if config.reference is None else config.reference.kl
     columns: tuple[str, ...] = ()
     if isinstance(kl, KLInLoss):
         columns = (
             ("reference_logp",) if config.loss_mean == "tokens" else ("reference_logp", "weights")
         )
+
+    if config.positive_nll_coef:
+        columns = (*columns, "positive_weights")
 
     def loss(
         logp: Array,
@@ -93,6 +97,12 @@ def policy_objective(config: TrainerConfig) -> Objective:
                 kl, logp, batch.reference_logp, mask, batch.weights, num_tokens=num_tokens
             )
             result = result.plus(penalty)
+        if batch.positive_weights is not None:
+            result = result.plus(
+                positive_nll(
+                    config.positive_nll_coef, logp, mask, batch.positive_weights, num_tokens
+                )
+            )
         return result
 
     def off_policy(

@@ -315,6 +315,10 @@ def policy_batches(
         columns = {"advantages": mini_batch.put(learner, weighted)}
         if "weights" in learner.columns:
             columns["weights"] = mini_batch.put(learner, mini_batch.weights.tolist())
+        if "positive_weights" in learner.columns:
+            columns["positive_weights"] = mini_batch.put(
+                learner, _positive_weights(packed.batch, mini_batch)
+            )
         for contribution in contributions:
             for name, by_mini_batch in contribution.columns.items():
                 if (column := by_mini_batch[number]) is not None:
@@ -327,6 +331,17 @@ def policy_batches(
         )
 
     return [batch_of(number, mini_batch) for number, mini_batch in enumerate(packed.mini_batches)]
+
+
+def _positive_weights(batch: RolloutBatch, mini_batch: MiniBatch) -> list[float]:
+    """Return weights of sequences that turn a mean over tokens into one over correct answers'."""
+    is_correct = [batch.groups[i].samples[j].grade == "correct" for i, j in mini_batch.places]
+    tokens = sum(
+        int(batch.trained[i][j].sum())
+        for (i, j), correct in zip(mini_batch.places, is_correct, strict=True)
+        if correct
+    )
+    return [mini_batch.num_loss_tokens / tokens if correct else 0.0 for correct in is_correct]
 
 
 def critic_batches(

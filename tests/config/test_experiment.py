@@ -203,7 +203,10 @@ def test_algorithm_sets_only_the_settings_of_its_preset(name: str) -> None:
         ).items()
         if plain.get(key) != setting
     }
-    rooms = tuple(f"trainer.{name}" for name in ("loss", "advantages", "shaping", "reference"))
+    rooms = tuple(
+        f"trainer.{name}"
+        for name in ("loss", "advantages", "shaping", "reference", "positive_nll_coef")
+    )
     others = {key for key in changed if not key.startswith(rooms)}
     assert others <= {"rollout.success_rate_above", "rollout.success_rate_below"}
 

@@ -35,7 +35,7 @@ from areal_jax.rl.config import (
 )
 from areal_jax.rl.importance_weights import interpolated_proximal, second_moment_mask
 from areal_jax.rl.losses import policy_loss
-from areal_jax.rl.token_losses import PolicyLoss, sft_loss
+from areal_jax.rl.token_losses import PolicyLoss, positive_nll, sft_loss
 
 SETTINGS = ("clip_eps", "clip_eps_high", "dual_clip", "behave_weight_cap", "behave_weight_mode")
 decoupled_ppo_loss = jax.jit(losses.decoupled_ppo_loss, static_argnames=SETTINGS)
@@ -713,6 +713,17 @@ def test_sft_loss_is_the_mean_over_the_mask() -> None:
     mask = np.array([False, True, True, False])
     assert float(sft_loss(LOGP, mask).loss) == pytest.approx(1.25)
     assert float(sft_loss(LOGP, mask, 10.0).loss) == pytest.approx(0.25)
+
+
+def test_positive_nll_is_the_mean_over_correct_answers() -> None:
+    # Tokens 1 and 2 are of correct answers, 3 of the 4 count: weight 3/2. (.5 + 2) / 2, times .1;
+    # values outside the mask are not read.
+    mask, weights = np.array([True, True, True, False]), np.array([0.0, 1.5, 1.5, np.nan])
+    out, gradient = jax.value_and_grad(
+        lambda logp: positive_nll(0.1, logp, mask, weights.astype(np.float32)).loss
+    )(LOGP)
+    assert float(out) == pytest.approx(0.125)
+    np.testing.assert_allclose(gradient, [0.0, -0.05, -0.05, 0.0], rtol=1e-6)
 
 
 def mean(out: PolicyLoss, name: str) -> float:

@@ -571,6 +571,28 @@ def test_rewarded_tokens_become_more_likely(shared: Callable[[str], Trainer]) ->
     assert mean(last, "loss") < mean(first, "loss") - 0.01
 
 
+def test_correct_answers_have_a_loss_of_their_own() -> None:
+    # Both answers of the first group are right, both of the second wrong: no advantage, so that the
+    # loss is that of the first group's 6 + 16 tokens, in one micro-batch or several.
+    rng = np.random.default_rng(21)
+    right = group(0, sample(rng, 10, 0, 1.0), sample(rng, 20, 0, 1.0))
+    wrong = group(1, sample(rng, 14, 0, 0.0), sample(rng, 14, 0, 0.0))
+    whole, cut, alone = (
+        make(positive_nll_coef=0.1, rows_per_micro_batch=rows) for rows in (16, 1, 16)
+    )
+    expected, result = alone.step([right]), whole.step([right, wrong])
+    assert mean(expected, "positive_nll") > 2.0
+    for each in (result, cut.step([right, wrong])):
+        assert mean(each, "positive_nll") == pytest.approx(mean(expected, "positive_nll"), rel=1e-5)
+        assert mean(each, "loss") == pytest.approx(0.1 * mean(expected, "positive_nll"), rel=1e-5)
+    assert_close(whole.params, alone.params)
+    assert_close(whole.params, cut.params)
+    again = [
+        replace(s, versions=np.where(s.loss_mask, 1, -1).astype(np.int32)) for s in right.samples
+    ]
+    assert mean(alone.step([group(2, *again)]), "positive_nll") < mean(expected, "positive_nll")
+
+
 def test_metrics_describe_the_batch(shared: Callable[[str], Trainer]) -> None:
     rng = np.random.default_rng(14)
     samples = [
