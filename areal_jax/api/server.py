@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,7 +96,7 @@ class Server:
         self.close()
 
 
-def serve(model: str, *overrides: str, **changes: Any) -> Server:
+def serve(model: str | Path, *overrides: str, **changes: Any) -> Server:
     """Serve a policy with OpenAI's protocol, as `python -m areal_jax.serve` does, in a thread.
 
     Example:
@@ -110,12 +111,12 @@ def serve(model: str, *overrides: str, **changes: Any) -> Server:
     Raises:
         ConfigError: a setting is invalid, or the policy is missing.
     """
-    return Server(read_config(overrides, {"port": 0, **changes, "model": model}))
+    return Server(read_config(overrides, {"port": 0, **changes, "model": str(model)}))
 
 
 def generate(
     prompts: Prompt | Sequence[Prompt],
-    model: str,
+    model: str | Path,
     *overrides: str,
     num_samples: int = 1,
     **changes: Any,
@@ -136,7 +137,7 @@ def generate(
         InvalidRequest: a prompt is longer than engine.max_prompt_tokens.
     """
     listed: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
-    config, control = read_config(overrides, {**changes, "model": model}), RunControl()
+    config, control = read_config(overrides, {**changes, "model": str(model)}), RunControl()
     return call_beside_loop(
         lambda: asyncio.run(_generate(config, listed, num_samples)),
         control.request_stop,

@@ -451,7 +451,7 @@ def test_the_commands_in_readme_and_experiments_are_accepted(
     ]
     found = [
         arguments
-        for text in (*docstrings, (ROOT / "README.md").read_text())
+        for text in (*docstrings, (ROOT / "docs" / "evaluation.md").read_text())
         for arguments in commands(text)
     ]
     assert len(found) >= 4

@@ -366,19 +366,48 @@ def test_an_experiments_docstring_says_how_to_run_it(
         assert main([*arguments, "--help"]) == 0, capsys.readouterr().err
 
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
 @pytest.mark.slow
-def test_the_readmes_commands_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (ROOT / "README.md").read_text()
-    found = commands(readme)
-    assert len(found) >= 4
-    for arguments in found:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_documented_commands_are_accepted(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = page.read_text()
+    for arguments in commands(text):
         assert main([*arguments, "--help"]) == 0, capsys.readouterr().err
-    for overrides in re.findall(r'TRAIN_ARGS="(.*)"', readme):
+    for overrides in re.findall(r'TRAIN_ARGS="(.*)"', text):
         assert main(["--exp=aime", *overrides.split(), "--help"]) == 0, capsys.readouterr().err
 
 
-def test_the_readmes_python_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+def test_pages_document_commands_and_link_to_existing_files() -> None:
+    texts = {page: page.read_text() for page in PAGES}
+    assert sum(len(commands(text)) for text in texts.values()) >= 20
+    for page, text in texts.items():
+        text = text.replace("https://github.com/areal-jax/areal_jax/blob/main/", f"{ROOT}/")
+        for target in re.findall(r"\]\(([^)#]+)", text):
+            assert "://" in target or (page.parent / target).exists(), (page.name, target)
+
+
+def python_blocks() -> dict[str, str]:
+    return {
+        f"{page.name} {number}": block
+        for page in PAGES
+        for number, block in enumerate(
+            re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        )
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", python_blocks())
+def test_documented_python_runs(name: str, of_a_command: dict[str, str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", python_blocks()[name]],
+        env=of_a_command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
