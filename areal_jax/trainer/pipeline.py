@@ -15,6 +15,8 @@ another contributes, so stages run in any order, and a new one is a new function
 The functions change nothing but their results. Some start a transfer to the train mesh.
 
 Axes: G samples of a group, M micro-batches, B rows, T tokens of a sample or of a row.
+
+The file has more than 400 lines because its functions are read in the order of a step.
 """
 
 from __future__ import annotations
