@@ -57,14 +57,12 @@ Train the policy of an experiment. Metrics, samples and checkpoints are written 
   --config=FILE         instead of --exp: the {CONFIG_FILE} of an earlier run
   a.b=c                 change a setting, such as rollout.max_staleness=8; a choice among classes
                         by name, such as tasks=Files tasks.path=problems.jsonl
-  algorithm=NAME        the settings of a published algorithm:
-                        {{algorithms}}
+  algorithm=NAME        the settings of a published algorithm, such as grpo, dapo, gspo, cispo or
+                        maxrl; algorithm=list is refused with all names
   --run-folder=DIR      folder to write; default: {RUNS_FOLDER}/NAME-TIME
   --resume[=DIR]        resume the run in DIR, or the newest run (of NAME, if --exp is given)
   --dry-run             print settings, devices, meshes and memory, and train nothing
-  --replay=RUN          train again on the rollouts that the run in this folder recorded, with its
-                        settings or changed ones (trainer.loss=GSPO); compares all versions
-  --until=N             with --replay: stop after version N
+  --replay=RUN          train again on the recorded rollouts of a run; --until=N: to version N
   --preflight           try scripted answers, right, wrong and cheating, from prompt to one update,
                         on the CPU and without weights; exit status 1 if rewards are wrong
 """
@@ -194,4 +192,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _usage() -> str:
-    return USAGE.format(names=wrap_names(experiment_names()), algorithms=wrap_names(PRESETS))
+    return USAGE.format(names=wrap_names(experiment_names()))

@@ -226,6 +226,8 @@ def test_early_stopping_counts_values_without_improvement() -> None:
 
 CTRL_C = """
 import os, signal, sys
+# A shell starts its background jobs with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import areal_jax
 from areal_jax.config.load import read_config
 from pathlib import Path

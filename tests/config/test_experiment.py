@@ -537,6 +537,8 @@ def test_every_number_has_bounds_and_every_setting_a_doc(cls: type[AnyExperiment
     listed = settings(cls)
     for setting in list(listed.values()):
         for choice in setting.choices:
+            if not choice.__module__.startswith("areal_jax."):
+                continue  # a user's class
             listed |= settings(choice, f"{setting.key}.")
     for setting in listed.values():
         assert setting.doc, setting.key

@@ -15,13 +15,13 @@ from areal_jax.models.moe import (
     sharded_experts,
 )
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.mesh import make_meshes
+from areal_jax.parallel.mesh import make_meshes, make_train_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES, put_batch, shardings
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 B, T, D, F, E, K = 8, 6, 8, 6, 4, 2
-DEVICES = [*jax.devices(), jax.devices()[0]]
+DEVICES = jax.devices()
 
 
 def draw(*shape: int, seed: int) -> jax.Array:
@@ -99,14 +99,8 @@ def test_local_experts_leave_out_remote_terms():
 )
 @pytest.mark.slow
 def test_expert_parallelism_keeps_output_and_gradient(fsdp, expert, tensor):
-    placement = PlacementConfig(
-        train_devices=8,
-        rollout_devices=1,
-        train_fsdp=fsdp,
-        train_expert=expert,
-        train_tensor=tensor,
-    )
-    mesh = make_meshes(placement, DEVICES).train
+    placement = PlacementConfig(train_fsdp=fsdp, train_expert=expert, train_tensor=tensor)
+    mesh = make_train_mesh(placement, jax.devices())
     x, weights, chosen = put_batch(mesh, (X, WEIGHTS, CHOSEN), TRAIN_RULES)
     axes = [("experts", "embed", "mlp")] * 2 + [("experts", "mlp", "embed")]
     gate, up, down = jax.device_put(

@@ -132,7 +132,7 @@ def test_offload_without_such_memory_is_refused(monkeypatch: pytest.MonkeyPatch)
     config = TrainerConfig(optimizer=OptimizerConfig(offload=True))
     with pytest.raises(
         ValueError,
-        match=r"trainer.optimizer.offload=true needs memory of kind .*cpu has only device",
+        match=r"trainer.optimizer.offload=true: expected devices with memory of kind .*found cpu",
     ):
         predicted_bytes(config, POLICY, train_mesh(), jnp.float32, row_tokens=24)
 
