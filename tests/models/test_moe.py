@@ -15,13 +15,12 @@ from areal_jax.models.moe import (
     sharded_experts,
 )
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.mesh import make_meshes, make_train_mesh
+from areal_jax.parallel.mesh import make_rollout_mesh, make_train_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES, put_batch, shardings
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 B, T, D, F, E, K = 8, 6, 8, 6, 4, 2
-DEVICES = jax.devices()
 
 
 def draw(*shape: int, seed: int) -> jax.Array:
@@ -113,10 +112,8 @@ def test_expert_parallelism_keeps_output_and_gradient(fsdp, expert, tensor):
 @pytest.mark.parametrize(("data", "tensor"), [(2, 4), (1, 3)])
 def test_rollout_mesh_shards_experts_over_tensor(data, tensor):
     # Three shards divide the width of six, but not four experts.
-    placement = PlacementConfig(
-        rollout_devices=data * tensor, train_devices=1, rollout_tensor=tensor
-    )
-    mesh = make_meshes(placement, DEVICES).rollout
+    placement = PlacementConfig(rollout_tensor=tensor)
+    mesh = make_rollout_mesh(placement, jax.devices()[: data * tensor])
     (how,) = shardings(mesh, [("experts", "embed", "mlp")], [GATE], ROLLOUT_RULES)
     assert how.shard_shape(GATE.shape) == ((1, D, F) if tensor == 4 else (E, D, F // 3))
     out = jax.jit(sharded_experts(mesh, ROLLOUT_RULES))(X, WEIGHTS, CHOSEN, GATE, UP, DOWN)
