@@ -98,7 +98,8 @@ def value_targets(
 
     def targets(trajectory: Trajectory) -> Float32[np.ndarray, "T"]:
         lam = _lambda(config, trajectory) if config.critic_lam is None else config.critic_lam
-        return np.sum(_advantages_and_values(config, trajectory, lam), axis=0, dtype=np.float32)
+        advantages, values = _advantages_and_values(config, trajectory, lam)
+        return (advantages + values).astype(np.float32)
 
     return [[targets(trajectory) for trajectory in group] for group in groups]
 

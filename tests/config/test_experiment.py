@@ -727,6 +727,7 @@ def test_replace_takes_overrides_values_and_records() -> None:
     assert changed.workflow == MultiTurn(max_turns=3)
     assert changed.trainer.optimizer == chz.replace(aime.trainer.optimizer, learning_rate=1e-5)
     assert changed.trainer.loss == PPO()
+    assert isinstance(changed, Experiment) and isinstance(aime, Experiment)
     assert changed.rollout == aime.rollout
     assert aime.replace(**{"policy.lora": LoRA(rank=4)}).policy.lora == LoRA(rank=4)
 

@@ -99,7 +99,8 @@ def test_turns_as_steps_equal_areal() -> None:
 def test_turns_of_one_token_are_token_steps() -> None:
     rng = np.random.default_rng(1)
     action_mask = np.arange(40) % 2 == 1
-    trajectory = Trajectory(1.0, action_mask, action_mask, *rng.normal(size=(2, 40)), 0.3)
+    rewards, values = rng.normal(size=(2, 40))
+    trajectory = Trajectory(1.0, action_mask, action_mask, rewards, values, 0.3)
     by_turn, by_token = (
         generalized_advantages(GAE(gamma=0.9, step=step), trajectory) for step in ("turn", "token")
     )
