@@ -264,8 +264,8 @@ def test_full_disk_raises_and_leaves_complete_rows(tmp_path):
         """
         for version in range(1000):
             sinks.write(version, {"x": 1.0})
-        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(folder / "metrics.jsonl") + 20,
-        resource.RLIM_INFINITY)) try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(folder / "metrics.jsonl") + 20, resource.RLIM_INFINITY))
+        try:
             sinks.write(1000, {"x": 1.0})
         except OSError as error:
             print(error.errno == errno.EFBIG, error)
