@@ -169,9 +169,10 @@ def test_a_snapshot_holds_the_requests_of_all_engines() -> None:
             for i in range(4)
         }
         found = await together.snapshot()
-        assert found.keys() == futures.keys() and {
-            home(engine_loops, name) for name in futures
-        } == {0, 1}
+        # A request that finished before the snapshot has returned before it.
+        assert all(name in found or future.done() for name, future in futures.items())
+        assert found.keys() <= futures.keys()
+        assert {home(engine_loops, name) for name in futures} == {0, 1}
         futures["r2"].cancel()
         answers = await asyncio.gather(*(futures[name] for name in ("r0", "r1", "r3")))
         assert [len(completion.tokens) for answer in answers for completion in answer] == [20] * 12
