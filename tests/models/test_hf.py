@@ -2,7 +2,6 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
-from typing import get_args
 
 import jax
 import ml_dtypes
@@ -12,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_policies import on_one_device, random_params, tiny_policy
 
 from areal_jax.models import hf
-from areal_jax.models.architecture import Family
+from areal_jax.models.architecture import TRAITS
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
@@ -34,7 +33,7 @@ def saved(
     return policy, params
 
 
-@pytest.mark.parametrize("architecture", get_args(Family))
+@pytest.mark.parametrize("architecture", tuple(TRAITS))
 @pytest.mark.parametrize("tied", [True, False])
 def test_load_inverts_save_bit_exactly(tmp_path, architecture, tied):
     policy, params = saved(tmp_path / "policy", architecture=architecture, tie_word_embeddings=tied)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_policies import EXPERTS, SIZES, on_one_device, random_params, tiny_policy
 
 from areal_jax.models import hf
-from areal_jax.models.architecture import Family, ModelConfig, Readout
+from areal_jax.models.architecture import TRAITS, Family, ModelConfig, Readout
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Policy
@@ -64,7 +63,7 @@ def test_resaving_transformers_folder_is_bit_exact(tmp_path: Path, name: str) ->
         np.testing.assert_array_equal(array.view(np.uint16), ours[tensor].view(np.uint16))
 
 
-@pytest.mark.parametrize("architecture", get_args(Family))
+@pytest.mark.parametrize("architecture", tuple(TRAITS))
 @pytest.mark.parametrize("readout", SCALAR)
 @pytest.mark.slow
 def test_scalar_head_policy_loads_language_model_body(
@@ -102,7 +101,7 @@ def test_missing_scalar_head_is_refused(tmp_path: Path) -> None:
         hf.load(tmp_path, policy, on_one_device(policy))
 
 
-@pytest.mark.parametrize("architecture", get_args(Family))
+@pytest.mark.parametrize("architecture", tuple(TRAITS))
 @pytest.mark.parametrize("readout", SCALAR)
 def test_scalar_head_config_round_trips(architecture: Family, readout: Readout) -> None:
     config = dataclasses.replace(tiny_policy(architecture).config, readout=readout)
