@@ -64,7 +64,7 @@ def make_train_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -
         axes = {"data": others} | shards
     else:
         axes = {"data": 1} | shards | {"fsdp": others}
-    return _make_mesh(axes, order_devices(devices))
+    return _make_mesh(axes, devices)
 
 
 def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:
@@ -80,7 +80,7 @@ def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device])
             f"placement.rollout_tensor={placement.rollout_tensor}"
         )
     axes = {"data": others, "tensor": placement.rollout_tensor}
-    return _make_mesh(axes, order_devices(devices))
+    return _make_mesh(axes, devices)
 
 
 def engine_meshes(rollout: Mesh, num_engines: int) -> list[Mesh]:
@@ -139,4 +139,5 @@ def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:
 def _make_mesh(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
     # With jax's default, Explicit, with_sharding_constraint would be an assertion.
     types = (AxisType.Auto,) * len(axes)
-    return Mesh(arrange(tuple(axes.values()), devices), tuple(axes), axis_types=types)
+    arranged = arrange(tuple(axes.values()), order_devices(devices))
+    return Mesh(arranged, tuple(axes), axis_types=types)

@@ -378,7 +378,6 @@ class App:
         async with aclosing(answering.parts()) as parts:
             # Nothing is sent before the first token, so that an invalid request is refused
             # with its status.
-            # with its status.
             async with self._until(deadline_s):
                 first = await anext(parts)
             await response.prepare(request)
@@ -393,7 +392,7 @@ class App:
             except ConnectionError:
                 raise  # the client has left
             except Exception as error:
-                # The status is sent, and counted: report the failure in the stream, and end it.
+                # The status is sent already: report the failure in the stream, and end it.
                 refused = self._refusal(first_error(error))
                 logger.warning("a stream broke off: %s", error, exc_info=refused.status == 500)
                 await _send(response, refused.body())
