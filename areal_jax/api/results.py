@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax.checkpoint.config import POLICY
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.jsonl import read
 from areal_jax.run.callbacks import Row
 
-POLICY = "policy"
 EVALUATION = "evaluation/"
 
 

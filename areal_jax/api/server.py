@@ -111,7 +111,7 @@ def serve(model: str | Path, *overrides: str, **changes: Any) -> Server:
     Raises:
         ConfigError: a setting is invalid, or the policy is missing.
     """
-    return Server(read_config(overrides, {"port": 0, **changes, "model": str(model)}))
+    return Server(read_config(overrides, {"port": 0, **changes, "model": _name(model)}))
 
 
 def generate(
@@ -137,7 +137,7 @@ def generate(
         InvalidRequest: a prompt is longer than engine.max_prompt_tokens.
     """
     listed: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
-    config, control = read_config(overrides, {**changes, "model": str(model)}), RunControl()
+    config, control = read_config(overrides, {**changes, "model": _name(model)}), RunControl()
     return call_beside_loop(
         lambda: asyncio.run(_generate(config, listed, num_samples)),
         control.request_stop,
@@ -214,6 +214,10 @@ async def _generate(
             return [tokenizer.decode(completion.tokens) for completion in completions]
 
         return await asyncio.gather(*(answers(*each) for each in enumerate(prompts)))
+
+
+def _name(model: str | Path) -> str | Path:
+    return str(model) if isinstance(model, Path) else model
 
 
 def _pass_on(done: Future[None], started: Future[Listening]) -> None:

@@ -9,6 +9,9 @@ from areal_jax.bounds import NOT_NEGATIVE, POSITIVE
 CHECKPOINTS = "checkpoints"
 """Name of the checkpoint folder in a run folder."""
 
+POLICY = "policy"
+"""Name of the folder with the trained policy in a run folder."""
+
 
 @chz.chz
 class CheckpointConfig:

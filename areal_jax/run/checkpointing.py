@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from areal_jax.checkpoint.checksums import CheckpointError
-from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.config import CHECKPOINTS, POLICY
 from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.checkpoint.recovery import Columns, encode
 from areal_jax.checkpoint.store import CheckpointStore
@@ -23,7 +23,6 @@ from areal_jax.run.plan import TrainingPlan
 from areal_jax.run.recording import CHECKPOINT, Recording
 from areal_jax.trainer.versions import Versions
 
-POLICY = "policy"
 CRITIC = "critic"
 ADAPTER = "adapter"
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import chz
 import numpy as np
 
+from areal_jax.checkpoint.config import POLICY
 from areal_jax.cluster.config import Local
 from areal_jax.config.experiment import AnyExperiment, Experiment, PreferenceExperiment
 from areal_jax.config.load import find_experiment, load_experiment
@@ -35,7 +36,6 @@ from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models.hf import read_config
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.records import Group
-from areal_jax.run.checkpointing import POLICY
 from areal_jax.run.checks import find_unreadable
 from areal_jax.run.make_plan import find_examples, load_task_sets
 from areal_jax.run.plan import TrainingPlan
