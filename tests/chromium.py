@@ -49,8 +49,8 @@ class Tab:
         """Receive answers and events until the socket closes."""
         async for message in self._socket:
             found = json.loads(message.data)
-            if (id := found.get("id")) in self._waiting:
-                self._waiting.pop(id).set_result(found)
+            if (number := found.get("id")) in self._waiting:
+                self._waiting.pop(number).set_result(found)
                 continue
             method, details = found.get("method"), found.get("params", {})
             if method == "Network.requestWillBeSent":
@@ -63,9 +63,9 @@ class Tab:
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the protocol; return its result."""
-        id = next(self._ids)
-        self._waiting[id] = asyncio.get_running_loop().create_future()
-        message = {"id": id, "method": method, "params": parameters}
+        number = next(self._ids)
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        message = {"id": number, "method": method, "params": parameters}
         await self._socket.send_json(
             message | ({"sessionId": self._session} if self._session else {})
         )

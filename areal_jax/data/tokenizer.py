@@ -367,14 +367,15 @@ class HFTokenizer:
     def find_pad_token_id(self) -> int | None:
         """Find a padding token or another special token that is not a stop token, or None."""
         special = [
-            (id, token.content)
-            for id, token in self._tokenizer.get_added_tokens_decoder().items()
+            (token_id, token.content)
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         ]
         named = sorted(special, key=lambda pair: ("pad" not in pair[1].lower(), pair[0]))
-        candidates = [self.pad_token_id, *(id for id, _ in named)]
+        candidates = [self.pad_token_id, *(token_id for token_id, _ in named)]
         return next(
-            (id for id in candidates if id is not None and id not in self.stop_token_ids), None
+            (each for each in candidates if each is not None and each not in self.stop_token_ids),
+            None,
         )
 
     def decode(self, tokens: Int32[np.ndarray, "T"]) -> str:
@@ -448,7 +449,9 @@ def _settings(folder: Path) -> dict[str, Any]:
     if "added_tokens_decoder" not in settings:
         settings |= _read(folder / "special_tokens_map.json")
         added = _read(folder / "added_tokens.json")
-        settings["added_tokens_decoder"] = {id: {"content": token} for token, id in added.items()}
+        settings["added_tokens_decoder"] = {
+            token_id: {"content": token} for token, token_id in added.items()
+        }
     return settings
 
 
@@ -554,7 +557,7 @@ def _check_added_tokens(
     """
     added = settings.get("added_tokens_decoder") or {}
     named = (
-        {_token_content(token): int(id) for id, token in added.items()}
+        {_token_content(token): int(token_id) for token_id, token in added.items()}
         if isinstance(added, dict)
         else {}
     )
@@ -580,8 +583,8 @@ def _check_added_tokens(
     expected = {**{token: tokenizer.token_to_id(token) for token in listed if token}, **named}
     wrong = [
         token
-        for token, id in expected.items()
-        if token and (id is None or tokenizer.token_to_id(token) != id)
+        for token, token_id in expected.items()
+        if token and (token_id is None or tokenizer.token_to_id(token) != token_id)
     ]
     if wrong:
         raise ValueError(
@@ -602,13 +605,13 @@ def _stops(folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str,
     for name in (_GENERATION, "config.json"):
         found = _read(folder / name).get("eos_token_id")
         ids = found if isinstance(found, list) else [found]
-        if any(isinstance(id, bool) or not isinstance(id, int | None) for id in ids):
+        if any(isinstance(each, bool) or not isinstance(each, int | None) for each in ids):
             raise ValueError(
                 f"{folder / name}: expected eos_token_id to be an integer or a list of integers, "
                 f"found {found!r}"
             )
         stops += ids
-    return list(dict.fromkeys(id for id in stops if id is not None))
+    return list(dict.fromkeys(each for each in stops if each is not None))
 
 
 def _token_content(token: object) -> str | None:

@@ -378,7 +378,7 @@ def _read_flag(config: Mapping[str, Any], name: str, source: str) -> bool:
 def _read_tokens(config: Mapping[str, Any], name: str, source: str) -> int | tuple[int, ...] | None:
     value: Any = config.get(name)
     ids = value if isinstance(value, list) else [value]
-    if any(isinstance(id, bool) or not isinstance(id, int | None) for id in ids):
+    if any(isinstance(each, bool) or not isinstance(each, int | None) for each in ids):
         raise ValueError(
             f"{source}: expected {name} to be a token id or a list of token ids, found {value!r}"
         )

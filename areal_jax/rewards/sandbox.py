@@ -381,14 +381,14 @@ def find_sandbox_command(config: SandboxConfig) -> str | None:
         finally:
             sandbox.close()
     why = "; ".join(tried) or "no bwrap was found"
-    help = (
+    remedy = (
         "it needs user namespaces, or root with CAP_SYS_ADMIN: sysctl "
         "user.max_user_namespaces=10000, or a container started with --privileged"
         if tried
         else f"install it: {INSTALL}"
     )
     raise SandboxUnavailable(
-        f"rewards.sandbox.isolation=bubblewrap cannot be had here ({why}); {help}. "
+        f"rewards.sandbox.isolation=bubblewrap is not available here ({why}); {remedy}. "
         "rewards.sandbox.isolation=limits runs programs without isolation"
     )
 

@@ -200,8 +200,8 @@ def _try_tasks(
         notes.append(f"tasks: skipped {format_skipped(tasks.skipped)}")
     trials = asyncio.run(Trials(experiment, tokenizer, notes).run(tasks, eval_tasks))
     groups = [
-        [trial for trial in trials.made if trial.task.id == id]
-        for id in dict.fromkeys(trial.task.id for trial in trials.made)
+        [trial for trial in trials.made if trial.task.id == task_id]
+        for task_id in dict.fromkeys(trial.task.id for trial in trials.made)
     ]
     update, advantages = _update(plan, groups)
     findings = [

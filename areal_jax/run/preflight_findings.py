@@ -109,7 +109,7 @@ def find_faults(
     by_task: dict[str, list[Trial]] = {}
     for trial in trials:
         by_task.setdefault(trial.task.id, []).append(trial)
-    bounds = {id: _bound(experiment, of_task) for id, of_task in by_task.items()}
+    bounds = {task_id: _bound(experiment, of_task) for task_id, of_task in by_task.items()}
     unreached = {id(trial) for trial in trials if trial.samples and _find_unreached(trial)}
 
     def is_unrewarded(trial: Trial) -> bool:

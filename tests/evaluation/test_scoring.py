@@ -184,7 +184,7 @@ def test_requests_have_unique_ids_and_wait_for_the_version() -> None:
     ids = [request.id for request in engine.requests]
     assert len(set(ids)) == 20
     # By version, task, prompt and number of earlier calls with it.
-    assert sorted({re.sub(r"[.][0-9a-f]{12}[.]0$", "", id) for id in ids}) == sorted(
+    assert sorted({re.sub(r"[.][0-9a-f]{12}[.]0$", "", each) for each in ids}) == sorted(
         f"eval-4-{i}" for i in range(20)
     )
     assert {request.min_version for request in engine.requests} == {4}

@@ -205,7 +205,7 @@ def test_a_service_of_programs_does_not_start_where_they_cannot_be_run(
     async def main() -> None:
         async with RewardService(RewardConfig(), ("code",)) as grader:
             with pytest.raises(
-                ValueError, match=r"rewards\.sandbox\.isolation=bubblewrap cannot be had here"
+                ValueError, match=r"rewards\.sandbox\.isolation=bubblewrap is not available here"
             ):
                 await grader.start()
 

@@ -58,10 +58,10 @@ def test_take_waits_for_the_last_group_of_its_batch() -> None:
     async def take() -> None:
         buffer = Buffer(5.0)
         waiting = asyncio.create_task(buffer.take(2, 0))
-        for id in (1, 0):
+        for number in (1, 0):
             await asyncio.sleep(0)
             assert not waiting.done()
-            buffer.put(group(id))
+            buffer.put(group(number))
         assert ids(await waiting) == [0, 1]
 
     asyncio.run(take())

@@ -383,7 +383,8 @@ def test_finished_calls_are_not_submitted_again() -> None:
 def test_restored_groups_start_first_and_keep_their_ids() -> None:
     async def main() -> None:
         old = tuple(
-            SuspendedGroup(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in (8, 11)
+            SuspendedGroup(number, Task(f"task-{number}", (Message("user", "?"),), "1"))
+            for number in (8, 11)
         )
         state = RolloutState({"place": 12}, 12, {"GradingFailed": 2}, (), old)
         started: list[str] = []
@@ -410,7 +411,8 @@ def test_restored_groups_start_first_and_keep_their_ids() -> None:
 def test_snapshot_of_restored_run_keeps_running_and_waiting_groups() -> None:
     async def main() -> None:
         old = tuple(
-            SuspendedGroup(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in range(5)
+            SuspendedGroup(number, Task(f"task-{number}", (Message("user", "?"),), "1"))
+            for number in range(5)
         )
         state = RolloutState({"place": 5}, 5, {}, (), old)
         # Two may run, three wait for the gate; the engine does not run.
@@ -432,7 +434,7 @@ def test_snapshot_of_restored_run_keeps_running_and_waiting_groups() -> None:
 
 def test_restored_buffer_counts_as_accepted() -> None:
     buffered = tuple(
-        Group(id, Task(f"task-{id}", (Message("user", "?"),), "1"), ()) for id in (9, 8)
+        Group(number, Task(f"task-{number}", (Message("user", "?"),), "1"), ()) for number in (9, 8)
     )
     gate, buffer = open_gate(CONFIG, 2, RolloutState({"place": 10}, 10, {}, buffered, ()))
     # Two batches of 4 are trained on and 2 wait: of (2 + 2 + 1) * 4 places 10 are left, of which 7

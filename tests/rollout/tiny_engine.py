@@ -82,7 +82,7 @@ class TinyEngine:
             self.tick()
             if self._snapshot_waiters:
                 # The snapshot is as of now and returned two ticks later, as from another thread.
-                moment = {id: partial(running) for id, running in self._running.items()}
+                moment = {number: partial(running) for number, running in self._running.items()}
                 waiters, self._snapshot_waiters = self._snapshot_waiters, []
                 for _ in range(2):
                     await asyncio.sleep(0)
