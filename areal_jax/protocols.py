@@ -6,7 +6,7 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Sized
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -60,6 +60,11 @@ class Engine(Protocol):
 @runtime_checkable
 class MeasuredEngine(Engine, Protocol):
     """An engine with metrics."""
+
+    def on_assignment(self, callback: Callable[[str, int], None]) -> None:
+        """Set the callback for the id of a request and the number of the decode engine that has
+        it."""
+        ...
 
     def metrics(self) -> Mapping[str, tuple[float, float]]:
         """Sum and weight of every metric since the last call."""

@@ -129,6 +129,7 @@ class Engines:
         self._newest: tuple[int, Any] | None = None
         """Weights that every engine should have: version and shard locations."""
         self._on_update_failure: Callable[[int], None] = lambda _version: None
+        self._on_assignment: Callable[[str, int], None] = lambda _request, _engine: None
         # Owned by this object: started with the first engine, cancelled by `close`.
         self._upkeep: asyncio.Task[None] | None = None
         # By request id: `submit` adds, the request's task removes.
@@ -180,6 +181,12 @@ class Engines:
     def on_update_failure(self, callback: Callable[[int], None]) -> None:
         """Set the callback for a version that an engine repeatedly failed to pull."""
         self._on_update_failure = callback
+
+    def on_assignment(self, callback: Callable[[str, int], None]) -> None:
+        """Set the callback for the id of a request and the number of its engine: the first one,
+        and every one that it moves to.
+        """
+        self._on_assignment = callback
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
         """Submit a request to one of the engines; it moves to others if needed.
@@ -360,6 +367,7 @@ class Engines:
         try:
             while job.num_deaths < MAX_ENGINE_DEATHS:
                 number = job.number = await self._assign_engine(job)
+                self._on_assignment(request.id, number)
                 connection = self._registry[number]
                 job.submitted_s = job.progress_s = self._clock()
                 job.num_absent, job.is_moved, job.is_acknowledged = 0, False, False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 
 from areal_jax.engine.engine_loop import EngineLoop
@@ -19,6 +19,7 @@ class Fleet:
 
     def __init__(self, loops: Sequence[EngineLoop]):
         self._loops, self._router = loops, Router()
+        self._on_assignment: Callable[[str, int], None] = lambda _request, _engine: None
         for number, loop in enumerate(loops):
             self._router.add_engine(number, loop.num_slots)
 
@@ -32,6 +33,10 @@ class Fleet:
         for loop in self._loops:
             loop.close()
 
+    def on_assignment(self, callback: Callable[[str, int], None]) -> None:
+        """Set the callback for the id of every request and the number of its engine."""
+        self._on_assignment = callback
+
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
         """Submit a request to one of the engine loops, as `EngineLoop.submit`."""
         number = self._router.route(request.prompt_tokens, request.num_samples)
@@ -39,6 +44,7 @@ class Fleet:
             undo.callback(self._router.complete, number, request.num_samples)
             future = self._loops[number].submit(request)
             undo.pop_all()
+        self._on_assignment(request.id, number)
         future.add_done_callback(lambda _: self._router.complete(number, request.num_samples))
         return future
 

@@ -341,6 +341,8 @@ async def make_run(
     stop = stack.enter_context(stopping_on_signals())
     stack.enter_context(control.stopping(stop))
     recording.control = control
+    if recording.rollout_log is not None:
+        engine.on_assignment(recording.rollout_log.assign)
     agents = await start_agents(stack, experiment, plan.tokenizer)
     traced = TracedGrader(grader, recording.trace)
     state = None if restored is None else decode(restored)[0]

@@ -11,14 +11,20 @@ import numpy as np
 from areal_jax.checkpoint.recovery import decode, encode, pack, unpack
 from areal_jax.errors import ConfigError
 from areal_jax.metrics.files import add_file_name
+from areal_jax.metrics.jsonl import JsonLines
 from areal_jax.records import Group, RolloutState
 
 ROLLOUTS = "rollouts"
 """Folder of a run with one file per trainer step."""
+ASSIGNMENTS = "assignments.jsonl"
+"""File in it with a row per step: each request since the last, and the number of its engine. A
+request that moved has several; of two rows of one step, the last is that of the resumed run."""
 
 
 class RolloutLog:
-    """Writes the batch of each step in a thread of its own, in order."""
+    """Writes the batch of each step in a thread of its own, in order, and the engine of every
+    request that was submitted before the step ended.
+    """
 
     def __init__(self, run_folder: Path) -> None:
         """
@@ -27,8 +33,10 @@ class RolloutLog:
         """
         self._folder = run_folder / ROLLOUTS
         self._folder.mkdir(exist_ok=True)
+        self._assigned = JsonLines(self._folder / ASSIGNMENTS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout log")
         self._last: Future[None] | None = None
+        self._assignments: list[tuple[str, int]] = []
 
     def write(self, version: int, groups: Sequence[Group]) -> None:
         """Start to write the batch that `version` was trained on; a step of a resumed run replaces
@@ -38,7 +46,12 @@ class RolloutLog:
             OSError: the last batch could not be written.
         """
         self.wait()
-        self._last = self._thread.submit(_write, path_of(self._folder.parent, version), groups)
+        assignments, self._assignments = self._assignments, []
+        self._last = self._thread.submit(self._write, version, groups, assignments)
+
+    def assign(self, request_id: str, engine: int) -> None:
+        """Record that an engine has a request. Ids begin with the id of the group."""
+        self._assignments.append((request_id, engine))
 
     def wait(self) -> None:
         """Wait until everything is written.
@@ -56,6 +69,18 @@ class RolloutLog:
             self.wait()
         finally:
             self._thread.shutdown()
+            self._assigned.close()
+
+    def _write(
+        self, version: int, groups: Sequence[Group], assignments: Sequence[tuple[str, int]]
+    ) -> None:
+        self._assigned.append(version, {"assignments": assignments})
+        path = path_of(self._folder.parent, version)
+        packed = pack(encode(RolloutState({}, 0, {}, tuple(groups), ())))
+        unfinished = path.with_suffix(".unfinished")
+        with add_file_name(path):
+            unfinished.write_bytes(packed.tobytes())
+            unfinished.replace(path)
 
 
 def path_of(run_folder: Path, version: int) -> Path:
@@ -79,11 +104,3 @@ def read_rollouts(run_folder: Path, version: int) -> tuple[Group, ...]:
         ) from error
     except (ValueError, KeyError, StopIteration) as error:
         raise ConfigError(f"{path}: damaged ({type(error).__name__}: {error})") from error
-
-
-def _write(path: Path, groups: Sequence[Group]) -> None:
-    packed = pack(encode(RolloutState({}, 0, {}, tuple(groups), ())))
-    unfinished = path.with_suffix(".unfinished")
-    with add_file_name(path):
-        unfinished.write_bytes(packed.tobytes())
-        unfinished.replace(path)

@@ -60,7 +60,10 @@ def with_engines(scenario: Callable[[Engines], Awaitable[T]], wait_s: float = 30
 def test_request_resumes_on_another_engine_from_the_last_report(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    assigned: list[tuple[str, int]] = []
+
     async def scenario(engines: Engines) -> list[Completion]:
+        engines.on_assignment(lambda id, number: assigned.append((id, number)))
         await join(engines, 0, dies_at=5)
         future = engines.submit(request("a"))
         # It joins while the first one decodes.
@@ -69,6 +72,7 @@ def test_request_resumes_on_another_engine_from_the_last_report(
 
     with caplog.at_level(logging.WARNING):
         completions = with_engines(scenario)
+    assert assigned == [("a", 0), ("a", 1)]
     for completion in completions:
         # Five tokens of the engine that died, each known before, and then those of the other: none
         # twice, none missing.

@@ -90,7 +90,10 @@ def test_two_engines_draw_what_one_draws_and_share_the_work() -> None:
     async def main(
         together: Fleet, engine_loops: list[Noting]
     ) -> tuple[list[list[Completion]], list[Any]]:
+        assigned: list[tuple[str, int]] = []
+        together.on_assignment(lambda id, number: assigned.append((id, number)))
         answers = await asyncio.gather(*map(together.submit, requests))
+        assert assigned == [(each.id, home(engine_loops, each.id)) for each in requests]
         return answers, [engine_loop.metrics() for engine_loop in engine_loops]
 
     answers, each = run(main)

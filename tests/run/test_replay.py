@@ -15,7 +15,7 @@ import pytest
 from areal_jax.metrics import jsonl
 from areal_jax.metrics.config import METRICS
 from areal_jax.run.replay import DIGEST
-from areal_jax.run.rollout_log import path_of, read_rollouts
+from areal_jax.run.rollout_log import ASSIGNMENTS, path_of, read_rollouts
 
 SETTINGS = (
     "--exp=aime",
@@ -79,6 +79,18 @@ def test_replay_of_a_killed_run_is_bit_exact_at_every_version(
         for folder in (recorded, tmp_path / "again")
     )
     assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_engine_of_every_trained_request_is_recorded(recorded: Path) -> None:
+    assigned: dict[str, int] = {}
+    for row in jsonl.read(path_of(recorded, 0).with_name(ASSIGNMENTS)):
+        assigned |= dict(row["assignments"])
+        trained = {group.id for group in read_rollouts(recorded, row["version"])}
+        # The one request of a group is a single turn's.
+        assert trained <= {int(request.partition(".")[0]) for request in assigned}
+    assert row["version"] == 5 and set(assigned.values()) == {0}
 
 
 @pytest.mark.slow
