@@ -1,0 +1,167 @@
+"""Kernels that this machine's devices use, against the plain formula.
+
+    python benchmarks/kernel_parity.py
+
+For each case the kernel that a run would choose is compared with the formula in float32 from the
+same inputs, which are bfloat16 (float32 on a CPU): attention of packed rows with its gradients,
+attention to pages of the KV cache in each of its dtypes, and log-probs in chunks. The error is the
+largest difference, relative to the largest number of the formula; the bound is 2 % in bfloat16 and
+0.001 % in float32. A case whose kernel is `plain`, `dense` or `blocked` has no kernel of its own on
+this device. Appends one line to benchmarks/results/kernel_parity.jsonl; exits with 1 if a case
+exceeds its bound.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from results import append
+from rich.console import Console
+from rich.table import Table
+
+from areal_jax.models.attention import choose_kernel, masked_attention, packed_attention
+from areal_jax.models.paged_attention import (
+    Pages,
+    attend_to_pages,
+    choose_paged_kernel,
+    quantize,
+    read_pages,
+)
+from areal_jax.models.paged_kernels import gpu_paged_attention, tpu_paged_attention
+from areal_jax.rl.logprobs import token_logprobs
+
+NUM_TOKENS = 2048
+PAGE_TOKENS, PAGES_PER_ROW = 16, 64
+
+
+class Case(NamedTuple):
+    """A kernel's result beside the formula's."""
+
+    name: str
+    kernel: str
+    error: float
+    """Largest difference, relative to the largest number of the formula."""
+
+
+def compare(name: str, kernel: str, found: Any, expected: Any) -> Case:
+    """Compare two trees of arrays."""
+    errors = [
+        float(np.abs(np.asarray(x, np.float32) - y).max() / np.abs(y).max())
+        for x, y in zip(
+            jax.tree.leaves(found),
+            [np.asarray(each, np.float32) for each in jax.tree.leaves(expected)],
+            strict=True,
+        )
+    ]
+    return Case(name, kernel, max(errors))
+
+
+def packed(platform: str, dtype: jnp.dtype) -> Iterator[Case]:
+    """Attention of packed rows: values and gradients."""
+    rng = np.random.default_rng(0)
+    segment_ids = jnp.asarray(np.repeat([1, 2, 3, 0], NUM_TOKENS // 4)[None], jnp.int32)
+    real = (segment_ids > 0)[..., None, None]
+    kernel = choose_kernel(platform, NUM_TOKENS)
+    for head_dim, window in ((64, None), (128, None), (128, 256)):
+        q, k, v = (
+            jnp.asarray(rng.normal(size=(1, NUM_TOKENS, heads, head_dim)), dtype)
+            for heads in (8, 2, 2)
+        )
+        weight = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
+
+        def total(
+            qkv: tuple[Array, Array, Array], name: Any, weight: Array, window: int | None
+        ) -> tuple[Array, Array]:
+            out, _ = packed_attention(segment_ids, name)(*qkv, None, window)
+            out = jnp.where(real, out, 0)
+            return (out * weight).sum(), out
+
+        grad = jax.jit(jax.grad(total, has_aux=True), static_argnums=(1, 3))
+        exact = tuple(each.astype(jnp.float32) for each in (q, k, v))
+        with jax.default_matmul_precision("highest"):
+            expected = grad(exact, "dense", weight, window)
+        found = grad((q, k, v), kernel, weight, window)
+        yield compare(
+            f"packed attention, head {head_dim}, window {window}", kernel, found, expected
+        )
+
+
+def paged(platform: str, dtype: jnp.dtype) -> Iterator[Case]:
+    """Attention of one new token of each row to its pages."""
+    rng = np.random.default_rng(1)
+    lengths = jnp.asarray([1, 70, 300, PAGES_PER_ROW * PAGE_TOKENS], jnp.int32)
+    num_pages = len(lengths) * PAGES_PER_ROW
+    table = jnp.asarray(rng.permutation(num_pages).reshape(len(lengths), -1), jnp.int32)
+    for head_dim in (64, 80, 96, 128):
+        q = jnp.asarray(rng.normal(size=(len(lengths), 8, head_dim)), dtype)
+        exact_keys, exact_values = (
+            jnp.asarray(rng.normal(size=(2, num_pages, PAGE_TOKENS, head_dim)), dtype)
+            for _ in range(2)
+        )
+        for kv_dtype in (dtype, jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")):
+            is_narrow = kv_dtype != dtype
+            kernel = choose_paged_kernel(platform, head_dim, PAGE_TOKENS, is_narrow=is_narrow)
+            pages = Pages(exact_keys, exact_values)
+            if is_narrow:
+                keys, key_scales = quantize(exact_keys, kv_dtype)
+                values, value_scales = quantize(exact_values, kv_dtype)
+                pages = Pages(keys, values, key_scales, value_scales)
+            with jax.default_matmul_precision("highest"):
+                k, v = read_pages(pages, table, jnp.float32)  # [K, B, S, H]
+                expected = masked_attention(
+                    q[:, None].astype(jnp.float32),
+                    k.transpose(1, 0, 3, 2),
+                    v.swapaxes(0, 1),
+                    jnp.arange(k.shape[2])[None, None] < lengths[:, None, None],
+                )[:, 0]
+            match kernel:
+                case "gpu":
+                    found = gpu_paged_attention(q, *pages, table, lengths)
+                case "tpu":
+                    found = tpu_paged_attention(q, pages.keys, pages.values, table, lengths)
+                case "plain":
+                    found = attend_to_pages(q[:, None], pages, table, lengths - 1)[:, 0]
+            yield compare(
+                f"paged attention, head {head_dim}, KV {kv_dtype.name}", kernel, found, expected
+            )
+
+
+def logprobs(dtype: jnp.dtype) -> Iterator[Case]:
+    """Log-probs in chunks against the whole softmax."""
+    rng = np.random.default_rng(2)
+    hidden = jnp.asarray(rng.normal(size=(1, 512, 256)), dtype)
+    head = jnp.asarray(rng.normal(size=(256, 32_000)) / 16, dtype)
+    tokens = jnp.asarray(rng.integers(0, 32_000, (1, 512)), jnp.int32)
+    found, _ = token_logprobs(hidden, head, tokens, jnp.ones_like(tokens), chunk_tokens=64)
+    with jax.default_matmul_precision("highest"):
+        logits = hidden.astype(jnp.float32) @ head.astype(jnp.float32)
+    whole = jax.nn.log_softmax(logits[:, :-1])
+    expected = jnp.take_along_axis(whole, tokens[:, 1:, None], axis=-1)[..., 0]
+    yield compare("log-probs in chunks", "plain", found[:, 1:], expected)
+
+
+def main() -> None:
+    device = jax.devices()[0]
+    dtype = jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+    bound = 1e-5 if device.platform == "cpu" else 0.02
+    cases = [*packed(device.platform, dtype), *paged(device.platform, dtype), *logprobs(dtype)]
+    append(
+        "kernel_parity",
+        {"dtype": dtype.name, "bound": bound, "cases": [case._asdict() for case in cases]},
+    )
+    table = Table("case", "kernel", "error", title=f"{device.device_kind}, bound {bound:g}")
+    for case in cases:
+        table.add_row(case.name, case.kernel, f"{case.error:.1e}")
+    Console(stderr=True).print(table)
+    wrong = [case.name for case in cases if not case.error <= bound]
+    sys.exit(f"above the bound of {bound:g}: {'; '.join(wrong)}" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
