@@ -8,54 +8,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from areal_jax.models import rope
 from areal_jax.models.config_keys import Family, check_keys, rules
+from areal_jax.models.traits import TRAITS, Traits, Windows
 
 Readout = Literal["CausalLM", "TokenClassification", "SequenceClassification"]
 """Output head, as named by transformers. CausalLM: logits of the vocabulary. TokenClassification:
 one number per token, with a bias (critics). SequenceClassification: one number without a bias, used
 of the last token (reward models)."""
-
-
-class Traits(NamedTuple):
-    """Properties of a family that its config.json does not contain."""
-
-    model_type: str
-    qkv_bias: bool = False
-    """Whether q, k and v always have biases, and the output none."""
-    qk_norm: bool = False
-    num_key_value_heads: int | None = None
-    """Default; None: the number of attention heads."""
-    head_dim: int | None = None
-    """Default; None: hidden_size / num_attention_heads."""
-    windows: Literal["none", "all", "upper"] = "none"
-    """Layers that use_sliding_window affects; upper: those from max_window_layers on, unless
-    layer_types is set."""
-    is_moe: bool = False
-    not_null: tuple[str, ...] = ("head_dim",)
-    """Keys for which null differs from an absent key in transformers, or is invalid."""
-    tensor_names: Mapping[str, str] = MappingProxyType({})
-    """Names of tensors in the files, by Llama's names; {} is the layer. Empty: as Llama's."""
-
-
-TRAITS: dict[str, Traits] = {
-    "Qwen2ForCausalLM": Traits("qwen2", qkv_bias=True, num_key_value_heads=32, windows="upper"),
-    "Qwen3ForCausalLM": Traits(
-        "qwen3", qk_norm=True, num_key_value_heads=32, head_dim=128, windows="upper"
-    ),
-    "Qwen3MoeForCausalLM": Traits(
-        "qwen3_moe",
-        qk_norm=True,
-        num_key_value_heads=4,
-        windows="all",
-        is_moe=True,
-        not_null=("head_dim", "num_key_value_heads"),
-    ),
-    "LlamaForCausalLM": Traits("llama", not_null=()),
-}
 
 
 @dataclass(frozen=True)
@@ -70,6 +32,8 @@ class MoEConfig:
     """Whether the weights of a token's experts sum to one."""
     router_aux_loss_coef: float
     """Weight of the load-balance loss."""
+    shared_expert_intermediate_size: int = 0
+    """Width of the MLP that every token goes to, besides its experts; 0: there is none."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +59,17 @@ class ModelConfig:
     attention_bias: bool
     """Biases on the q, k and v projections."""
     qk_norm: bool
-    """RMSNorm over every head's q and k, before RoPE."""
+    """RMSNorm over q and k, before RoPE."""
     output_bias: bool = False
     """Bias on the output projection of attention."""
     mlp_bias: bool = False
     rope_scaling: rope.RopeScaling | None = None
+    local_rope_theta: float | None = None
+    """Base of the unscaled RoPE of layers with a window; None: as of other layers."""
+    rotary_dim: int | None = None
+    """Dimensions of a head that RoPE rotates, the first ones; None: all."""
+    query_pre_attn_scalar: float | None = None
+    """Scores are divided by the root of this; None: head_dim."""
     sliding_windows: tuple[int | None, ...] = ()
     """Window of each layer: number of tokens that a query sees, including its own; None: all.
     Empty: no layer has a window.
@@ -143,18 +113,12 @@ class ModelConfig:
             raise ValueError(
                 f"{source}: expected {', '.join(null)} to be a positive integer, found None"
             )
+        # null means the number of attention heads in every family; an absent key may not.
+        config = {**family.defaults, **config}
         num_heads = _read_count(config, "num_attention_heads", source)
-        # null means the number of attention heads in every family; an absent key does not.
-        num_kv_heads = (
-            num_heads
-            if "num_key_value_heads" in config
-            else family.num_key_value_heads or num_heads
-        )
-        num_kv_heads = _read_count(config, "num_key_value_heads", source, num_kv_heads)
+        num_kv_heads = _read_count(config, "num_key_value_heads", source, num_heads)
         hidden_size = _read_count(config, "hidden_size", source)
-        head_dim = _read_count(
-            config, "head_dim", source, family.head_dim or hidden_size // num_heads
-        )
+        head_dim = _read_count(config, "head_dim", source, hidden_size // num_heads)
         if num_heads % num_kv_heads or head_dim % 2:
             raise ValueError(
                 f"{source}: expected num_attention_heads to be a multiple of num_key_value_heads "
@@ -162,7 +126,18 @@ class ModelConfig:
                 f"num_key_value_heads={num_kv_heads}, head_dim={head_dim}"
             )
         max_position_embeddings = _read_count(config, "max_position_embeddings", source)
-        rope_theta, rope_scaling = rope.from_hf(config, source)
+        windows = _read_sliding_windows(config, architecture, source)
+        rotary = rope.from_hf(config, source, by_window=family.rope_by_window)
+        if rotary.scaling is not None and not family.scales_rope:
+            raise ValueError(
+                f"{source}: expected {architecture} without RoPE scaling, found {rotary.scaling}"
+            )
+        if rotary.partial_factor != 1 and not family.rotates_part:
+            raise ValueError(
+                f"{source}: expected rope_parameters with partial_rotary_factor=1.0 for "
+                f"{architecture}, found {rotary.partial_factor}"
+            )
+        has_bias = _read_flag(config, "attention_bias", source)
         return cls(
             architecture=architecture,
             vocab_size=_read_count(config, "vocab_size", source),
@@ -172,16 +147,20 @@ class ModelConfig:
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            rope_theta=rope_theta,
+            rope_theta=rotary.theta,
             rms_norm_eps=_read_number(config, "rms_norm_eps", source, 1e-6),
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=_read_flag(config, "tie_word_embeddings", source),
-            attention_bias=_read_flag(config, "attention_bias", source) or family.qkv_bias,
+            attention_bias=has_bias or family.qkv_bias,
             qk_norm=family.qk_norm,
-            output_bias=_read_flag(config, "attention_bias", source) and not family.qkv_bias,
+            output_bias=has_bias and family.has_output_bias,
             mlp_bias=_read_flag(config, "mlp_bias", source),
-            rope_scaling=rope_scaling,
-            sliding_windows=_read_sliding_windows(config, architecture, source),
+            rope_scaling=rotary.scaling,
+            # Without layers with a window, their RoPE has no effect.
+            local_rope_theta=rotary.local_theta if any(windows) else None,
+            rotary_dim=_rotary_dim(rotary.partial_factor, head_dim, source),
+            query_pre_attn_scalar=_read_query_scalar(config, head_dim, source),
+            sliding_windows=windows,
             moe=_read_moe(config, source) if family.is_moe else None,
             bos_token_id=_read_token(config, "bos_token_id", source),
             eos_token_id=_read_tokens(config, "eos_token_id", source),
@@ -223,7 +202,7 @@ class ModelConfig:
     def _to_hf(self) -> dict[str, Any]:
         written = {
             "architectures": [_with_readout(self.architecture, self.readout)],
-            "model_type": TRAITS[self.architecture].model_type,
+            "model_type": self.traits.model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -231,8 +210,8 @@ class ModelConfig:
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            **rope.to_hf(self.rope_theta, self.rope_scaling),
+            **_activation_key(self.traits),
+            **self._rope_to_hf(),
             "rms_norm_eps": self.rms_norm_eps,
             "max_position_embeddings": self.max_position_embeddings,
             "tie_word_embeddings": self.tie_word_embeddings,
@@ -245,23 +224,29 @@ class ModelConfig:
         }
         if self.mlp_bias:
             written["mlp_bias"] = True
-        if self.sliding_windows:
-            window = max(size or 0 for size in self.sliding_windows)
-            kinds = [
-                "full_attention" if size is None else "sliding_attention"
-                for size in self.sliding_windows
-            ]
-            written |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
-            first = kinds.index("sliding_attention")
-            if "full_attention" not in kinds[first:]:
-                # For readers that do not support layer_types.
-                written["max_window_layers"] = first
+        if self.query_pre_attn_scalar is not None:
+            written["query_pre_attn_scalar"] = self.query_pre_attn_scalar
+        written |= _windows_to_hf(self.traits.windows, self.sliding_windows, self.num_hidden_layers)
         if self.moe is not None:
-            written |= asdict(self.moe) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+            moe = asdict(self.moe)
+            if not self.moe.shared_expert_intermediate_size:
+                del moe["shared_expert_intermediate_size"]
+            written |= moe | {"decoder_sparse_step": 1, "mlp_only_layers": []}
         if self.is_scalar:
             # transformers counts the labels of id2label.
             written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return written
+
+    def _rope_to_hf(self) -> dict[str, Any]:
+        share = 1.0 if self.rotary_dim is None else self.rotary_dim / self.head_dim
+        factor = share if self.traits.rotates_part else None
+        local = self.traits.rope_by_window, self.local_rope_theta
+        return rope.to_hf(self.rope_theta, self.rope_scaling, factor, *local)
+
+    @property
+    def traits(self) -> Traits:
+        """Properties of the family."""
+        return TRAITS[self.architecture]
 
     @property
     def is_scalar(self) -> bool:
@@ -280,11 +265,18 @@ class ModelConfig:
         biases = (heads + 2 * kv_heads) * self.head_dim if self.attention_bias else 0
         biases += width if self.output_bias else 0
         biases += 2 * self.intermediate_size + width if self.mlp_bias else 0
-        norms = 2 * width + (2 * self.head_dim if self.qk_norm else 0)
+        norms = (4 if self.traits.norms == "both" else 2) * width
+        if self.qk_norm:
+            # Of one head, or of all heads of q and k.
+            norms += (
+                heads + kv_heads if self.traits.qk_norm_over == "heads" else 2
+            ) * self.head_dim
         if (moe := self.moe) is None:
             mlp = 3 * width * self.intermediate_size
         else:
             mlp = moe.num_experts * (width + 3 * width * moe.moe_intermediate_size)
+            if moe.shared_expert_intermediate_size:
+                mlp += 3 * width * moe.shared_expert_intermediate_size + width
         layer = attention + biases + norms + mlp
         if self.is_scalar:
             head = width + (self.readout == "TokenClassification")
@@ -306,6 +298,7 @@ class ModelConfig:
             mlp = (
                 width * moe.num_experts
                 + 3 * width * moe.moe_intermediate_size * moe.num_experts_per_tok
+                + 3 * width * moe.shared_expert_intermediate_size
             )
         head = width if self.is_scalar else self.vocab_size * width
         return self.num_hidden_layers * (2 * width * heads * self.head_dim + mlp) + head
@@ -392,22 +385,80 @@ def _read_token(config: Mapping[str, Any], name: str, source: str) -> int | None
     return value
 
 
+def _activation_key(traits: Traits) -> dict[str, str]:
+    if traits.activation == "gelu_tanh":
+        return {"hidden_activation": "gelu_pytorch_tanh"}
+    return {"hidden_act": "silu"}
+
+
+def _rotary_dim(factor: float, head_dim: int, source: str) -> int | None:
+    size = int(head_dim * factor)
+    if not 0 < factor <= 1 or size % 2 or not size:
+        raise ValueError(
+            f"{source}: expected partial_rotary_factor to be at most 1 and to select an even "
+            f"number of the {head_dim} dimensions of a head, found {factor}"
+        )
+    return None if size == head_dim else size
+
+
+def _read_query_scalar(config: Mapping[str, Any], head_dim: int, source: str) -> float | None:
+    value = _read_number(config, "query_pre_attn_scalar", source, float(head_dim))
+    if value <= 0:
+        raise ValueError(f"{source}: expected query_pre_attn_scalar to be above 0, found {value!r}")
+    return None if value == head_dim else value
+
+
+def _windows_to_hf(
+    windows: Windows | None, sizes: tuple[int | None, ...], num_layers: int
+) -> dict[str, Any]:
+    """Keys of the window of each layer, which `_read_sliding_windows` and transformers read."""
+    if windows is None or (windows.is_optional and not sizes):
+        return {}
+    if not windows.is_optional and not windows.by_layer:
+        return {"sliding_window": sizes[0] if sizes else None}
+    sizes = sizes or (None,) * num_layers
+    kinds = ["full_attention" if size is None else "sliding_attention" for size in sizes]
+    written: dict[str, Any] = {"layer_types": kinds}
+    if any(sizes):
+        written["sliding_window"] = max(size or 0 for size in sizes)
+    if windows.is_optional:
+        written["use_sliding_window"] = True
+        first = kinds.index("sliding_attention")
+        if windows.limit != "below" and "full_attention" not in kinds[first:]:
+            # For readers that do not support layer_types.
+            written["max_window_layers"] = first
+    return written
+
+
 def _read_sliding_windows(
     config: Mapping[str, Any], architecture: Family, source: str
 ) -> tuple[int | None, ...]:
     """Read the window of each layer, as transformers does; empty if no layer has one."""
-    num_layers, family = _read_count(config, "num_hidden_layers", source), TRAITS[architecture]
-    is_enabled = family.windows != "none" and _read_flag(config, "use_sliding_window", source)
+    num_layers, windows = (
+        _read_count(config, "num_hidden_layers", source),
+        TRAITS[architecture].windows,
+    )
+    is_enabled = windows is not None and (
+        not windows.is_optional or _read_flag(config, "use_sliding_window", source)
+    )
     window = (
         _read_count(config, "sliding_window", source, 4096)
         if is_enabled and config.get("sliding_window", 0) is not None
         else None
     )
-    first = (
-        _read_number(config, "max_window_layers", source, 28.0) if family.windows == "upper" else 0
+    windows = windows or Windows()
+    period = windows.period and _read_count(
+        config, "sliding_window_pattern", source, windows.period
     )
+    limit = _read_number(config, "max_window_layers", source, 28.0)
+
+    def is_local(i: int) -> bool:
+        if period and (i + 1) % period == 0:
+            return False
+        return windows.limit is None or (i >= limit if windows.limit == "from" else i < limit)
+
     computed = [
-        "sliding_attention" if window and i >= first else "full_attention"
+        "sliding_attention" if window and is_local(i) else "full_attention"
         for i in range(num_layers)
     ]
     kinds = computed if config.get("layer_types") is None else config["layer_types"]
@@ -420,7 +471,7 @@ def _read_sliding_windows(
             f"{source}: expected layer_types to be 'full_attention' or 'sliding_attention' for "
             f"each of {num_layers} layers, found {kinds}"
         )
-    if kinds != computed and family.windows != "upper":
+    if kinds != computed and (TRAITS[architecture].windows is None or not windows.by_layer):
         # There transformers uses layer_types for caches, but not for layers.
         raise ValueError(
             f"{source}: expected layer_types={computed} for {architecture}, found {kinds}"
@@ -458,4 +509,9 @@ def _read_moe(config: Mapping[str, Any], source: str) -> MoEConfig:
         moe_intermediate_size=_read_count(config, "moe_intermediate_size", source),
         norm_topk_prob=_read_flag(config, "norm_topk_prob", source),
         router_aux_loss_coef=_read_number(config, "router_aux_loss_coef", source, 0.001),
+        shared_expert_intermediate_size=_read_count(
+            config, "shared_expert_intermediate_size", source
+        )
+        if "shared_expert_intermediate_size" in config
+        else 0,
     )

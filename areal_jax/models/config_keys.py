@@ -177,25 +177,65 @@ _WINDOWS: Final[Mapping[str, Rule]] = dict.fromkeys(
     ("use_sliding_window", "sliding_window", "max_window_layers"), "read"
 )
 
+_NO_BIASES: Final[Mapping[str, Rule]] = dict.fromkeys(
+    ("attention_bias", "mlp_bias"), Only((False, None))
+)
+
+_EXPERTS: Final[Mapping[str, Rule]] = {
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+        "read",
+    ),
+    **dict.fromkeys(("norm_topk_prob", "router_aux_loss_coef"), "read"),
+    "decoder_sparse_step": Only((1,)),
+    "mlp_only_layers": Only(([], None)),
+}
+
 FAMILY_KEYS: Final[dict[Family, Mapping[str, Rule]]] = {
     # Its q, k and v always have biases.
     "Qwen2ForCausalLM": {**_WINDOWS, "attention_bias": Only((True,))},
     "Qwen3ForCausalLM": _WINDOWS,
     "Qwen3MoeForCausalLM": {
         **_WINDOWS,
+        **_EXPERTS,
         "max_window_layers": "harmless",
-        **dict.fromkeys(
-            ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
-            "read",
-        ),
-        **dict.fromkeys(("norm_topk_prob", "router_aux_loss_coef"), "read"),
-        "decoder_sparse_step": Only((1,)),
-        "mlp_only_layers": Only(([], None)),
     },
     "LlamaForCausalLM": {
         "mlp_bias": "read",
         "use_sliding_window": Only((False, None)),
         "sliding_window": Only((None,)),
+    },
+    "MistralForCausalLM": {**_NO_BIASES, "sliding_window": "read"},
+    "MinistralForCausalLM": {**_NO_BIASES, "sliding_window": "read"},
+    "Olmo2ForCausalLM": {},
+    "Olmo3ForCausalLM": {"sliding_window": "read"},
+    "Phi3ForCausalLM": {
+        **_NO_BIASES,
+        **dict.fromkeys(("sliding_window", "partial_rotary_factor"), "read"),
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop"), Only((0.0, None))),
+    },
+    "Glm4ForCausalLM": {"partial_rotary_factor": "read"},
+    "Gemma3ForCausalLM": {
+        **dict.fromkeys(
+            (
+                "sliding_window",
+                "sliding_window_pattern",
+                "_sliding_window_pattern",
+                "rope_local_base_freq",
+                "query_pre_attn_scalar",
+            ),
+            "read",
+        ),
+        "hidden_activation": Only(("gelu_pytorch_tanh",)),
+        "hidden_act": Only(("gelu_pytorch_tanh", None)),
+        "use_bidirectional_attention": Only((False, None)),
+        **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Only((None,))),
+    },
+    "Qwen2MoeForCausalLM": {
+        **_WINDOWS,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": "read",
+        **dict.fromkeys(("attention_bias", "qkv_bias"), Only((True,))),
     },
 }
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -23,10 +23,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from areal_jax.models import rope
+from areal_jax.models.activations import gated
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.blocked_attention import ATTENDED
 from areal_jax.models.config import LoRA, Remat
 from areal_jax.models.moe import ROUTER, Experts, MoE, Routing, local_experts
+from areal_jax.models.traits import Activation, Traits
 
 Params: TypeAlias = dict[str, Any]
 """Nested dict of arrays: embed, layers.attn.q, ..., norm, head (or value). Leaves of `layers` are
@@ -147,13 +149,20 @@ class Policy:
         """
         config = self.config
         angles = _angles(config, positions)
+        local_angles = _local_angles(config, positions)
 
         def run_layer(
             x: Array, layer_and_cache: tuple[Params, LayerCache], window: int | None = None
         ) -> tuple[Array, tuple[LayerCache, Routing | None]]:
             layer, layer_cache = layer_and_cache
             x, layer_cache, routing = nnx.merge(self._layer, layer)(
-                x, angles, attend, layer_cache, window, experts, counted
+                x,
+                angles if window is None or local_angles is None else local_angles,
+                attend,
+                layer_cache,
+                window,
+                experts,
+                counted,
             )
             return x, (layer_cache, routing)
 
@@ -165,6 +174,9 @@ class Policy:
             )
         windows = config.sliding_windows or (None,) * config.num_hidden_layers
         x = params["embed"][tokens].astype(compute_dtype)
+        if config.traits.scales_embedding:
+            # Rounded to the compute dtype, as transformers does.
+            x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
         if unroll:
             outputs = []
             for i, layer in enumerate(self.unstack(params)["layers"]):
@@ -190,7 +202,8 @@ class Policy:
                 if len(parts) == 1
                 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
             )
-        return _rms_norm(x, params["norm"], config.rms_norm_eps), cache, routing
+        x = _rms_norm(x, params["norm"], config.rms_norm_eps, config.traits.norm_offset)
+        return x, cache, routing
 
     def unstack(self, params: Params) -> Params:
         """Return the parameters with `layers` as a tuple of L dicts, for `hidden` with `unroll`.
@@ -278,7 +291,7 @@ class Decoder(nnx.Module):
         self.layers = nnx.vmap(lambda layer_key: Layer(config, layer_key))(
             jax.random.split(layers_key, config.num_hidden_layers)
         )
-        self.norm = _norm(config.hidden_size, "embed")
+        self.norm = _norm(config.hidden_size, "embed", config.traits)
         if config.is_scalar:
             self.value = nnx.Param(jnp.zeros((config.hidden_size, 1)), axes=("embed",))
             if config.readout == "TokenClassification":
@@ -288,15 +301,26 @@ class Decoder(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention, then a gated MLP or a mixture of experts, both with pre-norm and residual."""
+    """Attention, then a gated MLP or a mixture of experts, both with norms and residual."""
 
     def __init__(self, config: ModelConfig, key: PRNGKeyArray):
         attn_key, mlp_key = jax.random.split(key)
-        self.eps = config.rms_norm_eps
-        self.attn_norm = _norm(config.hidden_size, "embed")
+        traits, width = config.traits, config.hidden_size
+        self.eps, self.offset = config.rms_norm_eps, traits.norm_offset
         self.attn = Attention(config, attn_key)
-        self.mlp_norm = _norm(config.hidden_size, "embed")
-        self.mlp = MLP(config, mlp_key) if config.moe is None else MoE(config, config.moe, mlp_key)
+        if traits.norms != "after":
+            self.attn_norm, self.mlp_norm = (_norm(width, "embed", traits) for _ in range(2))
+        if traits.norms != "before":
+            self.attn_post_norm, self.mlp_post_norm = (
+                _norm(width, "embed", traits) for _ in range(2)
+            )
+        if config.moe is None:
+            self.mlp = MLP(config, mlp_key, config.intermediate_size)
+        else:
+            shared_key = jax.random.fold_in(mlp_key, 0)
+            shared_width = config.moe.shared_expert_intermediate_size
+            shared = MLP(config, shared_key, shared_width) if shared_width else None
+            self.mlp = MoE(config, config.moe, mlp_key, shared)
 
     def __call__(
         self,
@@ -308,17 +332,20 @@ class Layer(nnx.Module):
         experts: Experts,
         counted: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], LayerCache, Routing | None]:
-        attention, cache = self.attn(
-            _rms_norm(x, self.attn_norm[...], self.eps), angles, attend, cache, window
-        )
-        x = x + attention
-        normed = _rms_norm(x, self.mlp_norm[...], self.eps)
+        attention, cache = self.attn(self._norm(x, "attn_norm"), angles, attend, cache, window)
+        x = x + self._norm(attention, "attn_post_norm")
+        normed = self._norm(x, "mlp_norm")
         mlp, routing = (
             self.mlp(normed, experts, counted)
             if isinstance(self.mlp, MoE)
             else (self.mlp(normed), None)
         )
-        return x + mlp, cache, routing
+        return x + self._norm(mlp, "mlp_post_norm"), cache, routing
+
+    def _norm(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T D"]:
+        """Apply the norm of this name, if the family has it."""
+        scale = getattr(self, name, None)
+        return x if scale is None else _rms_norm(x, scale[...], self.eps, self.offset)
 
 
 class Attention(nnx.Module):
@@ -332,6 +359,8 @@ class Attention(nnx.Module):
             config.qk_norm,
             config.output_bias,
         )
+        self.traits, scalar = config.traits, config.query_pre_attn_scalar
+        self.q_scale = None if scalar is None else (H / scalar) ** 0.5
         heads = {
             "q": ("heads", config.num_attention_heads),
             "k": ("kv_heads", config.num_key_value_heads),
@@ -353,7 +382,12 @@ class Attention(nnx.Module):
         if self.output_bias:
             self.o_bias = nnx.Param(jnp.zeros(D), axes=("embed",))
         if self.qk_norm:
-            self.q_norm, self.k_norm = _norm(H, "head_dim"), _norm(H, "head_dim")
+            sizes, axes = (H, H), ("head_dim", "head_dim")
+            if self.traits.qk_norm_over == "heads":
+                sizes, axes = (N * H, config.num_key_value_heads * H), ("heads", "kv_heads")
+            self.q_norm, self.k_norm = (
+                _norm(size, axis, self.traits) for size, axis in zip(sizes, axes, strict=True)
+            )
 
     def __call__(
         self,
@@ -365,15 +399,19 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         q, k, v = (self._project(x, name) for name in ("q", "k", "v"))
         if self.qk_norm:
-            q, k = (
-                _rms_norm(q, self.q_norm[...], self.eps),
-                _rms_norm(k, self.k_norm[...], self.eps),
-            )
-        q, k = _rotate(q, angles), _rotate(k, angles)
+            q, k = self._normed(q, self.q_norm[...]), self._normed(k, self.k_norm[...])
+        q, k = (_rotate(each, angles, self.traits.rope_interleaved) for each in (q, k))
+        if self.q_scale is not None:
+            q = q * jnp.asarray(self.q_scale, q.dtype)
         out, cache = attend(q, k, v, cache) if window is None else attend(q, k, v, cache, window)
         B, T, N, H = out.shape
         out = _product(out.reshape(B, T, N * H), self.o.get_value(), num_inputs=2)
         return out + self.o_bias[...].astype(x.dtype) if self.output_bias else out, cache
+
+    def _normed(self, x: Float[Array, "B T N H"], scale: Array) -> Float[Array, "B T N H"]:
+        """Normalize each head, or all heads together."""
+        flat = x.reshape(*x.shape[:2], -1) if self.traits.qk_norm_over == "heads" else x
+        return _rms_norm(flat, scale, self.eps, self.traits.norm_offset).reshape(x.shape)
 
     def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
         y = _product(x, getattr(self, name).get_value())
@@ -381,10 +419,11 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Gated MLP: down(silu(gate(x)) · up(x))."""
+    """Gated MLP: down(activation(gate(x)) · up(x))."""
 
-    def __init__(self, config: ModelConfig, key: PRNGKeyArray):
-        D, F = config.hidden_size, config.intermediate_size
+    def __init__(self, config: ModelConfig, key: PRNGKeyArray, width: int):
+        D, F = config.hidden_size, width
+        self.activation: Activation = config.traits.activation
         gate_key, up_key, down_key = jax.random.split(key, 3)
         self.gate = nnx.Param(_normal(gate_key, (D, F), D**-0.5), axes=("embed", "mlp"))
         self.up = nnx.Param(_normal(up_key, (D, F), D**-0.5), axes=("embed", "mlp"))
@@ -396,7 +435,8 @@ class MLP(nnx.Module):
             self.down_bias = nnx.Param(jnp.zeros(D), axes=("embed",))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self._project(jax.nn.silu(self._project(x, "gate")) * self._project(x, "up"), "down")
+        inner = gated(self.activation, self._project(x, "gate"), self._project(x, "up"))
+        return self._project(inner, "down")
 
     def _project(self, x: Float[Array, "B T I"], name: str) -> Float[Array, "B T O"]:
         y = _product(x, getattr(self, name).get_value())
@@ -407,8 +447,8 @@ def _normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float) -> Float[Arra
     return std * jax.random.normal(key, shape, jnp.float32)
 
 
-def _norm(size: int, axis: str) -> nnx.Param[Array]:
-    return nnx.Param(jnp.ones(size, jnp.float32), axes=(axis,))
+def _norm(size: int, axis: str, traits: Traits) -> nnx.Param[Array]:
+    return nnx.Param(jnp.full(size, 1 - traits.norm_offset, jnp.float32), axes=(axis,))
 
 
 def _product(
@@ -453,29 +493,52 @@ _flat_product.defvjp(_flat_product_forward, _flat_product_backward)
 
 
 def _rms_norm(
-    x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float
+    x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float, offset: float
 ) -> Float[Array, "*B D"]:
-    """Compute x / sqrt(mean(x²) + eps) · scale in float32 (RMSNorm, arXiv:1910.07467)."""
+    """Compute x / sqrt(mean(x²) + eps) · (scale + offset) in float32 (RMSNorm,
+    arXiv:1910.07467)."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+    scale = scale.astype(jnp.float32)
+    return (wide * (scale + offset if offset else scale)).astype(x.dtype)
 
 
 def _angles(
     config: ModelConfig, positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
     """Compute cos and sin of position · frequency, times the attention factor of YaRN."""
-    frequencies = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    size = config.rotary_dim or config.head_dim
+    frequencies = rope.frequencies(size, config.rope_theta, config.rope_scaling)
     # Angles stay in float32: bfloat16 rounds position 257 to 256.
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
     cos, sin, factor = jnp.cos(angles), jnp.sin(angles), rope.attention_factor(config.rope_scaling)
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
-def _rotate(x: Float[Array, "B T N H"], angles: tuple[Array, Array]) -> Float[Array, "B T N H"]:
-    """Rotate dimensions i and i + H/2 of every head by angle i (Hugging Face's layout)."""
+def _local_angles(
+    config: ModelConfig, positions: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]] | None:
+    """Compute cos and sin for layers with a window; None: as for other layers."""
+    if config.local_rope_theta is None:
+        return None
+    return _angles(
+        replace(config, rope_theta=config.local_rope_theta, rope_scaling=None), positions
+    )
+
+
+def _rotate(
+    x: Float[Array, "B T N H"], angles: tuple[Array, Array], interleaved: bool
+) -> Float[Array, "B T N H"]:
+    """Rotate the first dimensions of every head: i and i + half of them by angle i, or
+    interleaved 2i and 2i + 1.
+
+    Interleaved, the result has the even dimensions before the odd ones, of which products of
+    queries and keys are independent.
+    """
     cos, sin = angles
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(
+    wide, size = x.astype(jnp.float32), 2 * cos.shape[-1]
+    part, rest = wide[..., :size], wide[..., size:]
+    low, high = (part[..., ::2], part[..., 1::2]) if interleaved else jnp.split(part, 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1).astype(
         x.dtype
     )

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from areal_jax.models.architecture import TRAITS
 from areal_jax.models.config_keys import FAMILY_KEYS
+from areal_jax.models.traits import TRAITS
 
 
 def register_model_family(
@@ -32,7 +32,7 @@ def register_model_family(
             `{"model.layers.{}.self_attn.q_proj.weight": "blocks.{}.wq.weight"}`; others are the
             same.
         harmless_keys: keys of config.json, beyond those of `like`, without effect on the policy.
-        traits: fields of `areal_jax.models.architecture.Traits` that differ from those of `like`,
+        traits: fields of `areal_jax.models.traits.Traits` that differ from those of `like`,
             such as qk_norm=True.
 
     Raises:

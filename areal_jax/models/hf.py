@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 
 from areal_jax.json_files import read_json
 from areal_jax.metrics.files import add_file_name
-from areal_jax.models.architecture import TRAITS, ModelConfig
+from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import ADAPTER_CONFIG
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import fetch, put
@@ -82,6 +82,9 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
     ("value_bias",): _Entry("score.bias", 0),
     ("layers", "attn_norm"): _Entry("model.layers.{}.input_layernorm.weight", 0),
     ("layers", "mlp_norm"): _Entry("model.layers.{}.post_attention_layernorm.weight", 0),
+    # The names of GLM-4.
+    ("layers", "attn_post_norm"): _Entry("model.layers.{}.post_self_attn_layernorm.weight", 0),
+    ("layers", "mlp_post_norm"): _Entry("model.layers.{}.post_mlp_layernorm.weight", 0),
     ("layers", "attn", "q"): _Entry("model.layers.{}.self_attn.q_proj.weight", 1),
     ("layers", "attn", "k"): _Entry("model.layers.{}.self_attn.k_proj.weight", 1),
     ("layers", "attn", "v"): _Entry("model.layers.{}.self_attn.v_proj.weight", 1),
@@ -99,6 +102,16 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
     ("layers", "mlp", "expert_gate"): _Entry("model.layers.{}.mlp.experts.{}.gate_proj.weight", 1),
     ("layers", "mlp", "expert_up"): _Entry("model.layers.{}.mlp.experts.{}.up_proj.weight", 1),
     ("layers", "mlp", "expert_down"): _Entry("model.layers.{}.mlp.experts.{}.down_proj.weight", 1),
+    ("layers", "mlp", "shared", "gate"): _Entry(
+        "model.layers.{}.mlp.shared_expert.gate_proj.weight", 1
+    ),
+    ("layers", "mlp", "shared", "up"): _Entry(
+        "model.layers.{}.mlp.shared_expert.up_proj.weight", 1
+    ),
+    ("layers", "mlp", "shared", "down"): _Entry(
+        "model.layers.{}.mlp.shared_expert.down_proj.weight", 1
+    ),
+    ("layers", "mlp", "shared_gate"): _Entry("model.layers.{}.mlp.shared_expert_gate.weight", 1),
     ("layers", "mlp", "gate_bias"): _Entry("model.layers.{}.mlp.gate_proj.bias", 0),
     ("layers", "mlp", "up_bias"): _Entry("model.layers.{}.mlp.up_proj.bias", 0),
     ("layers", "mlp", "down_bias"): _Entry("model.layers.{}.mlp.down_proj.bias", 0),
@@ -107,17 +120,29 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
 _SCALAR_HEAD = {("value",), ("value_bias",)}
 
 
+class Source(NamedTuple):
+    """The open file of a tensor."""
+
+    file: Any
+    name: str
+    """Name of the file, for errors."""
+
+
 class _Tensor(NamedTuple):
-    """One tensor of the checkpoint, and the leaf, or part of a leaf, that it fills."""
+    """One tensor of the checkpoint, or a part of one, and the part of a leaf that it fills."""
 
     name: str
     shape: tuple[int, ...]
-    """Shape in the file."""
+    """Shape in the file, of the part."""
     stack_index: tuple[int, ...]
     """Layer, or layer and expert, in the leaf; empty if the tensor is the complete leaf."""
     num_inputs: int
     leaf_shape: tuple[int, ...]
     """Shape of the part of the leaf."""
+    part: tuple[slice, ...] = ()
+    """Part of the tensor in the file; empty: all."""
+    file_shape: tuple[int, ...] = ()
+    """Shape of the whole tensor in the file; empty: `shape`."""
 
     def from_file(self, array: np.ndarray) -> np.ndarray:
         """Convert from the layout of the file to that of the leaf."""
@@ -128,6 +153,16 @@ class _Tensor(NamedTuple):
         if self.num_inputs:
             array = array.reshape(self.shape[::-1]).T
         return np.ascontiguousarray(array.reshape(self.shape))
+
+    def read(self, source: Source) -> np.ndarray:
+        """Read the part of the leaf."""
+        if not self.part:
+            return self.from_file(source.file.get_tensor(self.name))
+        header = source.file.get_slice(self.name)
+        if self.part[-1].step is None:
+            return self.from_file(header[self.part])
+        # safetensors reads no steps.
+        return self.from_file(header[:][self.part])
 
 
 def read_config(
@@ -337,21 +372,64 @@ def _tensors(
     policy: Policy, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct
 ) -> Iterator[_Tensor]:
     """Yield the tensors that fill one leaf, in the order of layers and experts."""
+    if (fusion := _fusion(policy, path)) is None:
+        yield from _own_tensors(policy, path, leaf)
+        return
+    (name, paths, step), leaves = fusion, _leaves(policy.abstract())
+    index, axis = paths.index(path), -1 if step else 0
+    sizes = [next(_own_tensors(policy, each, leaves[each])).shape[axis] for each in paths]
+    total, start = sum(sizes), sum(sizes[:index])
+    span = slice(index, total, step) if step else slice(start, start + sizes[index])
+    for tensor in _own_tensors(policy, path, leaf):
+        rest = tuple(slice(None) for _ in tensor.shape[1:])
+        yield tensor._replace(
+            name=name.format(*tensor.stack_index),
+            part=(*rest, span) if step else (span, *rest),
+            file_shape=(*tensor.shape[:-1], total) if step else (total, *tensor.shape[1:]),
+        )
+
+
+def _own_tensors(
+    policy: Policy, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct
+) -> Iterator[_Tensor]:
+    """Yield the tensors of one leaf, as if none were fused with others."""
     entry = _ENTRIES[path]
-    name, num_stacked = _name(policy, entry.name), entry.name.count("{}")
+    name = _name(policy, entry.name)
+    num_stacked, num_inputs = name.count("{}"), entry.num_inputs
+    if num_stacked < entry.name.count("{}"):
+        # One tensor of all experts has the layout of the leaf.
+        num_inputs = 0
     leaf_shape = leaf.shape[num_stacked:]
-    shape, num_inputs = leaf_shape, entry.num_inputs
+    shape = leaf_shape
     if num_inputs:
         shape = math.prod(leaf_shape[num_inputs:]), math.prod(leaf_shape[:num_inputs])
-    if path[-1].endswith("_bias"):
+    elif path[1:2] == ("attn",) and path[-1].endswith("_bias"):
         shape = (math.prod(leaf_shape),)
     for index in np.ndindex(leaf.shape[:num_stacked]):
         yield _Tensor(name.format(*index), shape, index, num_inputs, leaf_shape)
 
 
+def _fusion(
+    policy: Policy, path: tuple[str, ...]
+) -> tuple[str, tuple[tuple[str, ...], ...], int] | None:
+    """Name of the tensor in which a leaf is fused with others, their paths, and the number of
+    interleaved leaves (0: they follow each other); None: it has its own tensors."""
+    traits, paths = policy.config.traits, {entry.name: path for path, entry in _ENTRIES.items()}
+    for fused, is_interleaved in ((traits.fused, False), (traits.interleaved, True)):
+        for name, parts in fused.items():
+            if _ENTRIES[path].name in parts:
+                return name, tuple(paths[part] for part in parts), len(parts) * is_interleaved
+    return None
+
+
+def is_fused(policy: Policy, path: tuple[str, ...]) -> bool:
+    """Return whether the files have a leaf as part of a tensor with others."""
+    return _fusion(policy, path) is not None
+
+
 def _name(policy: Policy, name: str) -> str:
     """The name of a tensor in the files of the policy's family."""
-    return TRAITS[policy.config.architecture].tensor_names.get(name, name)
+    return policy.config.traits.tensor_names.get(name, name)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -398,14 +476,6 @@ def _check_index(folder: Path, files: Mapping[str, Any], opened: Mapping[str, So
             )
 
 
-class Source(NamedTuple):
-    """The open file of a tensor."""
-
-    file: Any
-    name: str
-    """Name of the file, for errors."""
-
-
 def open_weights(path: Path) -> Any:
     """Open a safetensors file and read its header.
 
@@ -429,7 +499,7 @@ def _check(
     opened: Mapping[str, Source],
 ) -> None:
     shapes = {
-        tensor.name: tensor.shape
+        tensor.name: tensor.file_shape or tensor.shape
         for path, leaf in stored.items()
         for tensor in _tensors(policy, path, leaf)
     }
@@ -517,7 +587,7 @@ def _load_leaf(
     indices = {_key(index): index for index in local if index is not None}
     shards = {key: np.empty(layout.shard_shape(leaf.shape), leaf.dtype) for key in indices}
     for tensor in tensors:
-        array = tensor.from_file(opened[tensor.name].file.get_tensor(tensor.name))
+        array = tensor.read(opened[tensor.name])
         for key, index in indices.items():
             num_stacked = len(tensor.stack_index)
             sizes = leaf.shape[:num_stacked]
@@ -541,17 +611,37 @@ def _key(index: tuple[slice, ...] | None) -> tuple[tuple[int | None, int | None]
     return tuple((part.start, part.stop) for part in index or ())
 
 
+def _file_parts(policy: Policy) -> Iterator[list[tuple[tuple[str, ...], _Tensor]]]:
+    """Yield every tensor of the files as its parts, each with the path of its leaf."""
+    leaves, done = _leaves(policy.abstract()), set()
+    for path in leaves:
+        fusion = _fusion(policy, path)
+        paths = (path,) if fusion is None else fusion[1]
+        if path not in done:
+            done |= {*paths}
+            columns = (_tensors(policy, each, leaves[each]) for each in paths)
+            for tensors in zip(*columns, strict=True):
+                yield list(zip(paths, tensors, strict=True))
+
+
 def _to_files(policy: Policy, params: Params) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every tensor with its name in the file; the host has one layer of a leaf at a time."""
     leaves = _leaves(params)
-    for path, abstract in _leaves(policy.abstract()).items():
-        leaf = leaves[path]
-        for layer, tensors in itertools.groupby(
-            _tensors(policy, path, abstract), lambda tensor: tensor.stack_index[:1]
-        ):
-            part = fetch(leaf[layer])
-            for tensor in tensors:
-                yield tensor.name, tensor.to_file(part[tensor.stack_index[1:]])
+    layer = lambda parts: tuple((path, tensor.stack_index[:1]) for path, tensor in parts)  # noqa: E731 (a key of groupby)
+    for paths, group in itertools.groupby(_file_parts(policy), layer):
+        arrays = {path: fetch(leaves[path][index]) for path, index in paths}
+        for parts in group:
+            filled = [
+                tensor.to_file(arrays[path][tensor.stack_index[1:]]) for path, tensor in parts
+            ]
+            first = parts[0][1]
+            if not first.part:
+                yield first.name, filled[0]
+                continue
+            whole = np.empty(first.file_shape, filled[0].dtype)
+            for (_, tensor), array in zip(parts, filled, strict=True):
+                whole[tensor.part] = array
+            yield first.name, whole
 
 
 def _shards(policy: Policy, itemsize: int, shard_bytes: int) -> list[list[str]]:
@@ -560,14 +650,14 @@ def _shards(policy: Policy, itemsize: int, shard_bytes: int) -> list[list[str]]:
     A tensor larger than `shard_bytes` has its own file.
     """
     shards, free_bytes = [], 0
-    for path, leaf in _leaves(policy.abstract()).items():
-        for tensor in _tensors(policy, path, leaf):
-            num_bytes = math.prod(tensor.shape) * itemsize
-            if not shards or num_bytes > free_bytes:
-                shards.append([])
-                free_bytes = shard_bytes
-            shards[-1].append(tensor.name)
-            free_bytes -= num_bytes
+    for parts in _file_parts(policy):
+        tensor = parts[0][1]
+        num_bytes = math.prod(tensor.file_shape or tensor.shape) * itemsize
+        if not shards or num_bytes > free_bytes:
+            shards.append([])
+            free_bytes = shard_bytes
+        shards[-1].append(tensor.name)
+        free_bytes -= num_bytes
     return shards
 
 

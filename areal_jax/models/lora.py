@@ -380,6 +380,11 @@ def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> P
             f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}; "
             "remove these targets"
         )
+    if fused := [target for target, place in places.items() if hf.is_fused(policy, place.path)]:
+        raise ValueError(
+            f"policy.lora.targets: {policy.config.architecture} has {', '.join(fused)} inside of a "
+            "fused matrix, which PEFT adapts as one; remove these targets"
+        )
     return traverse_util.unflatten_dict(
         {place.path: make(leaves[place.path], place) for place in places.values()}
     )

@@ -6,6 +6,7 @@ E experts, F width of an expert, L layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -15,7 +16,9 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from areal_jax.models.activations import gated
 from areal_jax.models.architecture import ModelConfig, MoEConfig
+from areal_jax.models.traits import Activation
 from areal_jax.parallel.sharding import Rules, sharding
 
 ROUTER = "router"
@@ -35,17 +38,28 @@ class Routing(NamedTuple):
 class Experts(Protocol):
     """Weighted sum of the outputs of each token's experts.
 
-    (x [B T D], weights [B T k], chosen [B T k], gate [E D F], up [E D F], down [E F D]) -> [B T D].
+    (x [B T D], weights [B T k], chosen [B T k], gate [E D F], up [E D F], down [E F D], and either
+    no biases or those of gate [E F], up [E F] and down [E D]) -> [B T D].
     """
 
     def __call__(
-        self, x: Array, weights: Array, chosen: Array, gate: Array, up: Array, down: Array, /
+        self,
+        x: Array,
+        weights: Array,
+        chosen: Array,
+        gate: Array,
+        up: Array,
+        down: Array,
+        /,
+        *biases: Array,
+        activation: Activation = "silu",
     ) -> Array: ...
 
 
 class MoE(nnx.Module):
-    """Sum over a token's k experts of weight · down(silu(gate(x)) · up(x)) (Qwen3-MoE,
-    arXiv:2505.09388).
+    """Sum over a token's k experts of weight · down(activation(gate(x), up(x))) (Qwen3-MoE,
+    arXiv:2505.09388), and of sigmoid(x · shared_gate) · shared(x) where there is a shared expert
+    (Qwen2-MoE, arXiv:2407.10671).
 
     The router's weights, product and softmax are float32 in engine and trainer, in every compute
     dtype, and of equal probabilities the expert with the lower number wins. So both choose the same
@@ -54,14 +68,38 @@ class MoE(nnx.Module):
     log-probability with which it sampled a token.
     """
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig, key: PRNGKeyArray):
+    def __init__(
+        self,
+        config: ModelConfig,
+        moe: MoEConfig,
+        key: PRNGKeyArray,
+        shared: Callable[[Array], Array] | None = None,
+    ):
+        """
+        Args:
+            config: architecture.
+            moe: its experts.
+            key: random key of the parameters.
+            shared: module of the shared expert; None: there is none.
+        """
         self.moe = moe
+        self.activation: Activation = config.traits.activation
+        self.has_biases = config.traits.has_expert_biases
         D, E, F = config.hidden_size, moe.num_experts, moe.moe_intermediate_size
+        self.shared = shared
+        if shared is not None:
+            self.shared_gate = nnx.Param(jnp.zeros(D), axes=("embed",))
         router_key, gate_key, up_key, down_key = jax.random.split(key, 4)
         self.router = _sampled(router_key, (D, E), ("embed", "experts"))
         self.expert_gate = _sampled(gate_key, (E, D, F), ("experts", "embed", "mlp"))
         self.expert_up = _sampled(up_key, (E, D, F), ("experts", "embed", "mlp"))
         self.expert_down = _sampled(down_key, (E, F, D), ("experts", "mlp", "embed"))
+        if self.has_biases:
+            self.router_bias = nnx.Param(jnp.zeros(E), axes=("experts",))
+            self.expert_gate_bias, self.expert_up_bias = (
+                nnx.Param(jnp.zeros((E, F)), axes=("experts", "mlp")) for _ in range(2)
+            )
+            self.expert_down_bias = nnx.Param(jnp.zeros((E, D)), axes=("experts", "embed"))
 
     def __call__(
         self, x: Float[Array, "B T D"], experts: Experts, counted: Bool[Array, "B T"] | None
@@ -76,14 +114,26 @@ class MoE(nnx.Module):
         logits = jnp.matmul(
             x.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
         )
+        biases = ()
+        if self.has_biases:
+            logits = logits + self.router_bias[...]
+            biases = self.expert_gate_bias, self.expert_up_bias, self.expert_down_bias
         probabilities = jax.nn.softmax(logits)
         weights, chosen = jax.lax.top_k(probabilities, self.moe.num_experts_per_tok)
         if self.moe.norm_topk_prob:
             weights = weights / weights.sum(axis=-1, keepdims=True)
         weights = weights.astype(x.dtype)
+        matrices = self.expert_gate, self.expert_up, self.expert_down
         y = experts(
-            x, weights, chosen, self.expert_gate[...], self.expert_up[...], self.expert_down[...]
+            x,
+            weights,
+            chosen,
+            *(each[...] for each in (*matrices, *biases)),
+            activation=self.activation,
         )
+        if self.shared is not None:
+            wide = jnp.einsum("btd,d->bt", x.astype(jnp.float32), self.shared_gate[...])
+            y = y + jax.nn.sigmoid(wide)[..., None].astype(x.dtype) * self.shared(x)
         if counted is None:
             return y, None
         mask = counted[..., None].astype(jnp.float32)
@@ -126,7 +176,8 @@ def local_experts(
     gate: Float[Array, "E D F"],
     up: Float[Array, "E D F"],
     down: Float[Array, "E F D"],
-    *,
+    *biases: Float[Array, "E _"],
+    activation: Activation = "silu",
     first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B T D"]:
     """Compute the local experts; the terms of other experts are left out.
@@ -138,6 +189,8 @@ def local_experts(
         gate: gate matrices of the local experts.
         up: up matrices.
         down: down matrices.
+        biases: biases of gate, up and down; or none.
+        activation: activation of the experts.
         first: number of the first local expert.
     """
     E, (B, T, k) = len(gate), chosen.shape
@@ -168,8 +221,17 @@ def local_experts(
         .set(jnp.arange(num_assignments) // k, mode="drop", unique_indices=True)
     )
     rows = x.reshape(B * T, -1).at[token].get(mode="fill", fill_value=0)
-    inner = jax.nn.silu(_product(rows, gate, padded, block)) * _product(rows, up, padded, block)
-    out = _product(inner, down, padded, block)
+
+    def product(x: Array, w: Array, *bias: Array) -> Array:
+        y = _product(x, w, padded, block)
+        if not bias:
+            return y
+        groups = jnp.repeat(_groups(padded, block, num_rows // block), block)
+        return y + bias[0][groups].astype(y.dtype)
+
+    gate_bias, up_bias, down_bias = ((each,) for each in biases) if biases else ((), (), ())
+    inner = gated(activation, product(rows, gate, *gate_bias), product(rows, up, *up_bias))
+    out = product(inner, down, *down_bias)
     # Back to the order of tokens by a gather; the sums of a scatter-add would depend on its order.
     out = out.at[row].get(mode="fill", fill_value=0).reshape(B, T, k, -1)
     return jnp.einsum("btkd,btk->btd", out, weights, preferred_element_type=jnp.float32).astype(
@@ -191,33 +253,55 @@ def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
     """
 
     def experts(
-        x: Array, weights: Array, chosen: Array, gate: Array, up: Array, down: Array
+        x: Array,
+        weights: Array,
+        chosen: Array,
+        gate: Array,
+        up: Array,
+        down: Array,
+        *biases: Array,
+        activation: Activation = "silu",
     ) -> Array:
         tokens = sharding(mesh, ("batch", "tokens", None), x.shape, rules).spec
         wide = sharding(mesh, ("experts", None, "mlp"), gate.shape, rules).spec
         expert_axes = (*_names(wide[0]), *_names(wide[2]))
         shared = tuple(name for name in _names(tokens[0]) if name in expert_axes)
 
-        in_specs = (*(tokens,) * 3, wide, wide, PartitionSpec(wide[0], wide[2]))
+        inner = PartitionSpec(wide[0], wide[2])
+        in_specs = (*(tokens,) * 3, wide, wide, inner)
+        if biases:
+            in_specs = (*in_specs, inner, inner, PartitionSpec(wide[0]))
 
         # check_vma=False, because the custom gradient does not declare over which axes its result
         # is summed; shard_map sums it.
         @partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=tokens, check_vma=False)
         def on_shard(
-            x: Array, weights: Array, chosen: Array, gate: Array, up: Array, down: Array
+            x: Array,
+            weights: Array,
+            chosen: Array,
+            gate: Array,
+            up: Array,
+            down: Array,
+            *biases: Array,
         ) -> Array:
+            if biases and _names(wide[2]):
+                # The bias of down is in one of the parts that are summed.
+                is_first = jax.lax.axis_index(_names(wide[2])) == 0
+                biases = *biases[:2], jnp.where(is_first, biases[2], 0)
             if shared:
                 x, weights, chosen = (
                     jax.lax.all_gather(array, shared, tiled=True) for array in (x, weights, chosen)
                 )
             first = jax.lax.axis_index(_names(wide[0])) * len(gate) if _names(wide[0]) else 0
-            y = local_experts(x, weights, chosen, gate, up, down, first=first)
+            y = local_experts(
+                x, weights, chosen, gate, up, down, *biases, activation=activation, first=first
+            )
             y = jax.lax.psum(y, tuple(name for name in expert_axes if name not in shared))
             return jax.lax.psum_scatter(y, shared, tiled=True) if shared else y
 
         # The product with 1, which the compiler removes, keeps gradients that are accumulated in
         # place out of the unchecked shard_map: since jax 0.12 it refuses to add to them.
-        return on_shard(x, weights, chosen, gate * 1, up * 1, down * 1)
+        return on_shard(x, weights, chosen, gate * 1, up * 1, down * 1, *(b * 1 for b in biases))
 
     return experts
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Float64
@@ -55,18 +55,27 @@ RopeScaling: TypeAlias = Linear | Llama3 | Yarn
 _KINDS: dict[str, type[RopeScaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
 
 
-def from_hf(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """Read base and scaling from a config.json.
+class Rotary(NamedTuple):
+    """RoPE of a config.json."""
 
-    They are in rope_parameters, or in files of transformers before version 5 in rope_theta and
-    rope_scaling.
+    theta: float
+    scaling: RopeScaling | None
+    partial_factor: float = 1.0
+    """Share of a head's dimensions that are rotated."""
+    local_theta: float | None = None
+    """Base of layers with a window, which are not scaled; None: as of other layers."""
+
+
+def from_hf(config: Mapping[str, Any], source: str, *, by_window: bool = False) -> Rotary:
+    """Read RoPE from a config.json.
+
+    Its keys are in rope_parameters, or in files of transformers before version 5 in rope_theta,
+    rope_scaling, partial_rotary_factor and rope_local_base_freq.
 
     Args:
         config: content of the file.
         source: name of the file, for errors.
-
-    Returns:
-        The base theta, and the scaling or None.
+        by_window: whether layers with a window have their own RoPE.
 
     Raises:
         ValueError: a setting is not supported, contradictory or missing.
@@ -80,10 +89,30 @@ def from_hf(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling 
             f"{source}: rope_scaling={written!r} contradicts "
             f"rope_parameters={config['rope_parameters']!r}; leave one out"
         )
+    local_theta = config.get("rope_local_base_freq")
+    if by_window and spelling == "rope_parameters" and written:
+        if set(written) != {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f"{source}: expected rope_parameters with full_attention and sliding_attention, "
+                f"found {written!r}"
+            )
+        local = written["sliding_attention"]
+        local_theta = local.get("rope_theta", local_theta)
+        written = written["full_attention"]
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(
+                f"{source}: expected rope_parameters without scaling of sliding_attention, found "
+                f"{local!r}"
+            )
     settings = dict(written)
     theta = settings.pop("rope_theta", config.get("rope_theta", 10000.0))
-    if not _is_number(theta) or theta <= 1:
-        raise ValueError(f"{source}: expected rope_theta to be a number above 1, found {theta!r}")
+    if not by_window:
+        local_theta = None
+    bases = [theta] if local_theta is None else [theta, local_theta]
+    if wrong := [each for each in bases if not _is_base(each)]:
+        raise ValueError(
+            f"{source}: expected rope_theta to be a number above 1, found {wrong[0]!r}"
+        )
     kinds = [settings.pop(name) for name in ("rope_type", "type") if name in settings]
     kind = kinds[0] if kinds else "default"
     known = ", ".join(map(repr, ["default", *_KINDS]))
@@ -91,18 +120,27 @@ def from_hf(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling 
         raise ValueError(
             f"{source}: expected {spelling} with one rope_type of {known}, found {written!r}"
         )
-    if settings.pop("partial_rotary_factor", 1.0) != 1.0:
+    factor = settings.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
+    factor = 1.0 if factor is None else factor
+    if not _is_number(factor):
         raise ValueError(
-            f"{source}: expected {spelling} with partial_rotary_factor=1.0, found {written!r}"
+            f"{source}: expected partial_rotary_factor to be a number, found {factor!r}"
         )
     try:
-        return float(theta), _scaling(kind, settings, config)
+        scaling = _scaling(kind, settings, config)
     except (TypeError, ValueError) as error:
         fields = ", ".join(_KINDS[kind].__dataclass_fields__) if kind in _KINDS else "nothing"
         raise ValueError(
             f"{source}: expected {spelling} of rope_type={kind!r} with numbers for {fields}, found "
             f"{written!r} ({error})"
         ) from error
+    return Rotary(
+        float(theta), scaling, factor, None if local_theta is None else float(local_theta)
+    )
+
+
+def _is_base(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 1
 
 
 def _is_number(value: object) -> bool:
@@ -163,18 +201,33 @@ _MAY_BE_NULL = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale"
 """Settings of YaRN that transformers computes if they are null."""
 
 
-def to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """Format the settings with the older keys, which all versions of transformers read."""
+def to_hf(
+    theta: float,
+    scaling: RopeScaling | None,
+    partial_factor: float | None = None,
+    by_window: bool = False,
+    local_theta: float | None = None,
+) -> dict[str, Any]:
+    """Format the settings with the older keys, which all versions of transformers read.
+
+    With a RoPE by window they are in rope_parameters, because versions disagree about the older
+    keys.
+    """
     kinds = {cls: kind for kind, cls in _KINDS.items()}
     written = None if scaling is None else {"rope_type": kinds[type(scaling)]} | asdict(scaling)
-    return {"rope_theta": theta, "rope_scaling": written}
+    if by_window:
+        full = {"rope_theta": theta} | (written or {"rope_type": "default"})
+        local = {"rope_type": "default", "rope_theta": local_theta or theta}
+        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+    partial = {} if partial_factor is None else {"partial_rotary_factor": partial_factor}
+    return {"rope_theta": theta, "rope_scaling": written} | partial
 
 
 def frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None
+    rotary_dim: int, theta: float, scaling: RopeScaling | None
 ) -> Float64[np.ndarray, "_"]:
-    """Compute the angle per position of every pair of a head's dimensions."""
-    return _scaled(theta ** (-np.arange(0, head_dim, 2) / head_dim), theta, scaling)
+    """Compute the angle per position of every pair of a head's rotated dimensions."""
+    return _scaled(theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim), theta, scaling)
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:

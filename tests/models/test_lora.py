@@ -362,3 +362,10 @@ def test_missing_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "abstract", lambda: declared)
     with pytest.raises(ValueError, match=r"policy\.lora\.targets: Qwen2ForCausalLM has no up_proj"):
         lora.abstract(policy)
+
+
+def test_adapters_of_fused_matrices_are_refused() -> None:
+    config = tiny_policy("Glm4ForCausalLM").config
+    lora.abstract(Policy(config, LoRA(targets=("q_proj", "down_proj"))))
+    with pytest.raises(ValueError, match=r"has gate_proj, up_proj inside of a fused matrix"):
+        lora.abstract(Policy(config, LoRA()))

@@ -1,5 +1,6 @@
 """The decoder against results of transformers, which parity/make.py has stored."""
 
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -12,14 +13,24 @@ from safetensors.numpy import load_file
 from tiny_policies import cached_hidden, on_one_device
 
 from areal_jax.models import hf
-from areal_jax.models.attention import packed_attention
+from areal_jax.models.attention import packed_attention, sharded_attention
 from areal_jax.models.decoder import Params, Policy
-from areal_jax.models.moe import balance_loss
+from areal_jax.models.moe import Routing, balance_loss, sharded_experts
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_train_mesh
+from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FIXTURES = Path(__file__).parent / "parity"
 FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir())
+LATER = [
+    name for name in FAMILIES if "greedy" in load_file(FIXTURES / name / "expected.safetensors")
+]
+"""Families with tokens of `generate`."""
+EXPERTS = [
+    name for name in LATER if "balance" in load_file(FIXTURES / name / "expected.safetensors")
+]
 
 
 class Original(NamedTuple):
@@ -51,19 +62,60 @@ def test_packed_logits_loss_and_gradient_match_transformers(family: str) -> None
     ]
     positions = jnp.concatenate([jnp.tile(jnp.arange(length), rows), jnp.zeros(4, int)])[None]
     packed = jnp.concatenate([tokens.ravel(), jnp.zeros(4, tokens.dtype)])[None]
+    hidden = partial(policy.hidden, attend=packed_attention(segments), compute_dtype=jnp.float32)
+    assert_matches(
+        Original(policy, params, expected, tokens),
+        lambda params: hidden(params, packed, positions, counted=segments > 0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "expert"),
+    [
+        *((family, 1) for family in LATER),
+        *((family, 2) for family in LATER if family in EXPERTS),
+    ],
+)
+@pytest.mark.slow
+def test_sharded_logits_loss_and_gradient_match_transformers(family: str, expert: int) -> None:
+    policy, params, expected, tokens = original(family)
+    # Eight devices: parameters, heads and either the tokens of a row or experts are sharded.
+    placement = PlacementConfig(
+        train_fsdp=2, train_tensor=2, train_context=2 // expert, train_expert=expert
+    )
+    mesh = make_train_mesh(placement, jax.devices())
+    assert mesh.size == 8
+    placed = shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES)
+    rows = jnp.tile(tokens, (2, 1))
+    segments = jnp.ones_like(rows)
+    positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+    attend = sharded_attention(segments, "dense", mesh, TRAIN_RULES)
+    assert_matches(
+        Original(policy, jax.device_put(params, placed), expected, tokens),
+        lambda params: policy.hidden(
+            params,
+            rows,
+            positions,
+            attend,
+            compute_dtype=jnp.float32,
+            experts=sharded_experts(mesh, TRAIN_RULES),
+            counted=jnp.arange(4)[:, None] + 0 * rows < 2,
+        ),
+    )
+
+
+def assert_matches(
+    original: Original, run: Callable[[Params], tuple[jax.Array, None, Routing | None]]
+) -> None:
+    """Compare logits, log-probs, losses and gradients, to 1e-4."""
+    policy, params, expected, tokens = original
 
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def loss_of(params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        hidden, _, routing = policy.hidden(
-            params,
-            packed,
-            positions,
-            packed_attention(segments),
-            compute_dtype=jnp.float32,
-            counted=segments > 0,
-        )
-        logits = (hidden @ policy.head(params))[0, : tokens.size].reshape(*tokens.shape, -1)
+        hidden, _, routing = run(params)
+        hidden = hidden.reshape(-1, hidden.shape[-1])[: tokens.size]
+        logits = (hidden @ policy.head(params)).reshape(*tokens.shape, -1)
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)
         balance = (
             jnp.zeros(()) if routing is None else balance_loss(routing, jnp.float32(tokens.size))
@@ -82,8 +134,8 @@ def test_packed_logits_loss_and_gradient_match_transformers(family: str) -> None
     compared = set()
     for name, tensor in hf._to_files(policy, gradient):
         sums = (
-            {f"rows.{name}": tensor.sum(-1), f"columns.{name}": tensor.sum(0)}
-            if tensor.ndim == 2
+            {f"rows.{name}": tensor.sum(-1), f"columns.{name}": tensor.sum(-2)}
+            if tensor.ndim > 1
             else {f"rows.{name}": tensor}
         )
         for key, ours in sums.items():
@@ -92,7 +144,7 @@ def test_packed_logits_loss_and_gradient_match_transformers(family: str) -> None
     assert compared == {key for key in expected if key.startswith(("rows", "columns"))}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama3", "qwen3_window", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "llama3", "qwen3_window", "qwen3_moe", *LATER])
 @pytest.mark.slow
 def test_cached_logits_match_transformers(family: str) -> None:
     policy, params, expected, tokens = original(family)

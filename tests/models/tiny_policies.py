@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -23,12 +24,20 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+FAMILY: dict[str, Mapping[str, object]] = {
+    "Qwen3MoeForCausalLM": EXPERTS,
+    "Qwen3ForCausalLM": {"head_dim": 4},
+    "Glm4ForCausalLM": {"head_dim": 4, "attention_bias": True},
+    # The third of three layers has no window.
+    "Gemma3ForCausalLM": {"head_dim": 4, "sliding_window": 3, "sliding_window_pattern": 3},
+    "Olmo3ForCausalLM": {"sliding_window": 3},
+    "Qwen2MoeForCausalLM": EXPERTS | {"shared_expert_intermediate_size": 8},
+}
+"""Settings of each family, for `tiny_policy`."""
 
 
 def tiny_policy(architecture: str = "Qwen2ForCausalLM", **settings: object) -> Policy:
-    family = {"Qwen3MoeForCausalLM": EXPERTS, "Qwen3ForCausalLM": {"head_dim": 4}}.get(
-        architecture, {}
-    )
+    family = FAMILY.get(architecture, {})
     return Policy(
         ModelConfig.from_hf(
             {"architectures": [architecture], **SIZES, **family, **settings}, source="a test"

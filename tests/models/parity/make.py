@@ -11,8 +11,9 @@ written by `save_pretrained`, and expected.safetensors with
 - `loss`: mean negative log-probability of all tokens but the first of a row, plus the weighted
   load-balance loss with experts,
 - `balance`: the load-balance loss alone,
-- the gradient of `loss`: of matrices the sums over each dimension, `rows.NAME` and `columns.NAME`;
-  of vectors `rows.NAME`.
+- the gradient of `loss`: of matrices the sums over each of the last two dimensions, `rows.NAME` and
+  `columns.NAME`; of vectors `rows.NAME`,
+- `greedy` [1, 72], of later families: 8 tokens of a prompt, and 64 of `generate`.
 
 Every parameter is random, including biases and norms, so that a missing one shows. Weights are
 bfloat16 to save space; the results are those of the same values in float32.
@@ -23,17 +24,35 @@ bfloat16 to save space; the results are those of the same values in float32.
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -64,6 +83,21 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+
+
+def sampled_sizes(seed: int) -> dict[str, int]:
+    """Sample small sizes with several layers, groups of heads and odd widths."""
+    draw = random.Random(seed).choice
+    heads, head_dim = draw((2, 4)), draw((4, 8))
+    return {
+        "vocab_size": 40,
+        "hidden_size": heads * head_dim,
+        "intermediate_size": draw((12, 20, 28)),
+        "num_hidden_layers": draw((3, 4)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw((1, 2)),
+        "max_position_embeddings": 128,
+    }
 
 
 def families() -> dict[str, PreTrainedModel]:
@@ -111,6 +145,79 @@ def families() -> dict[str, PreTrainedModel]:
     }
 
 
+def later_families() -> dict[str, PreTrainedModel]:
+    """Make one model per later family; apart, so that the first ones stay as they are."""
+    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": None}
+    by_window = {
+        "full_attention": {"rope_theta": 5000.0} | LINEAR,
+        "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
+    }
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    return {
+        "mistral": MistralForCausalLM(
+            MistralConfig(**sampled_sizes(1), head_dim=12, sliding_window=5, **tokens)
+        ),
+        "ministral": MinistralForCausalLM(
+            MinistralConfig(
+                **sampled_sizes(2) | {"num_hidden_layers": 3},
+                head_dim=8,
+                sliding_window=4,
+                layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+                **tokens,
+            )
+        ),
+        "olmo2": Olmo2ForCausalLM(Olmo2Config(**sampled_sizes(3), **tokens)),
+        "olmo3": Olmo3ForCausalLM(
+            Olmo3Config(
+                **sampled_sizes(4) | {"num_hidden_layers": 4},
+                sliding_window=5,
+                rope_parameters={
+                    "full_attention": {"rope_theta": 5e5} | YARN,
+                    "sliding_attention": {"rope_theta": 5e5, "rope_type": "default"},
+                },
+                attention_bias=True,
+                **tokens,
+            )
+        ),
+        "phi3": Phi3ForCausalLM(
+            Phi3Config(**sampled_sizes(5) | {"hidden_size": 32}, sliding_window=6, **tokens)
+        ),
+        "phi3_partial": Phi3ForCausalLM(
+            Phi3Config(
+                **sampled_sizes(6) | {"hidden_size": 32},
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": 1000.0,
+                    "partial_rotary_factor": 0.75,
+                },
+                tie_word_embeddings=True,
+                **tokens,
+            )
+        ),
+        "glm4": Glm4ForCausalLM(Glm4Config(**sampled_sizes(7), head_dim=8, **tokens)),
+        "gemma3": Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **sampled_sizes(8) | {"num_hidden_layers": 3},
+                head_dim=8,
+                sliding_window=4,
+                layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+                query_pre_attn_scalar=12,
+                rope_parameters=by_window,
+                **tokens,
+            )
+        ),
+        "qwen2_moe": Qwen2MoeForCausalLM(
+            Qwen2MoeConfig(
+                **sampled_sizes(9),
+                **experts,
+                shared_expert_intermediate_size=20,
+                router_aux_loss_coef=0.1,
+                **tokens,
+            )
+        ),
+    }
+
+
 def gradient(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return gradients by their names in checkpoints, which may differ from those of modules."""
     gradients = copy.deepcopy(model)
@@ -125,7 +232,9 @@ def gradient(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def main() -> None:
     here = Path(__file__).parent
     torch.manual_seed(0)
-    for name, model in families().items():
+    for name, model in itertools.chain.from_iterable(
+        make().items() for make in (families, later_families)
+    ):
         for path, parameter in model.named_parameters():
             fan_in = parameter.shape[-1] if parameter.ndim == 2 and "embed" not in path else 4
             sampled = torch.randn(parameter.shape) / fan_in**0.5
@@ -140,10 +249,13 @@ def main() -> None:
         if is_moe:
             expected["balance"] = out.aux_loss
         for path, grad in gradient(model).items():
-            expected[f"rows.{path}"] = grad.sum(-1) if grad.ndim == 2 else grad
-            if grad.ndim == 2:
-                expected[f"columns.{path}"] = grad.sum(0)
+            expected[f"rows.{path}"] = grad.sum(-1) if grad.ndim > 1 else grad
+            if grad.ndim > 1:
+                expected[f"columns.{path}"] = grad.sum(-2)
         model.zero_grad()
+        if model.config.max_position_embeddings == 128:
+            greedy = model.generate(tokens[:1, :8], do_sample=False, max_new_tokens=64)
+            expected["greedy"] = greedy.to(torch.int32)
         # Llama in several files, to test the index.
         model.to(torch.bfloat16).save_pretrained(
             here / name, max_shard_size="20KB" if name == "llama" else "1GB"

@@ -1,0 +1,204 @@
+"""Model families as data: what their config.json does not contain, and their tensor names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+"""silu: silu(gate) · up. gelu_tanh: gelu(gate) · up, with the approximation by tanh."""
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+class Windows(NamedTuple):
+    """Which layers have a sliding window."""
+
+    is_optional: bool = True
+    """Whether use_sliding_window must be true; otherwise any number in sliding_window is used."""
+    period: int = 0
+    """Every layer of this number sees all tokens, unless layer_types is set; 0: none does."""
+    limit: Literal["from", "below"] | None = None
+    """Whether max_window_layers is the first layer with a window, or the first one without."""
+    by_layer: bool = True
+    """Whether transformers reads layer_types for the layers, and not for caches alone."""
+
+
+class Traits(NamedTuple):
+    """Properties of a family that its config.json does not contain."""
+
+    model_type: str
+    defaults: Mapping[str, Any] = _NONE
+    """Values of absent keys of config.json, where they differ from Llama's."""
+    qkv_bias: bool = False
+    """Whether q, k and v always have biases."""
+    has_output_bias: bool = True
+    """Whether attention_bias also adds a bias to the output of attention."""
+    qk_norm: bool = False
+    """Whether q and k have a norm, before RoPE."""
+    qk_norm_over: Literal["head", "heads"] = "head"
+    """Numbers under one norm of q and k: those of a head, or of all heads."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Norms before attention and MLP, after them (before the residual is added), or both."""
+    norm_offset: float = 0.0
+    """Added to the stored scale of every norm; 1: files contain the difference from 1."""
+    activation: Activation = "silu"
+    """Activation of MLPs and experts."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by sqrt(hidden_size)."""
+    has_sinks: bool = False
+    """Whether each head has a learned score that takes a share of the softmax."""
+    rope_by_window: bool = False
+    """Whether layers with a window have their own RoPE, unscaled."""
+    rotates_part: bool = False
+    """Whether RoPE may rotate the first dimensions of a head alone (partial_rotary_factor)."""
+    rope_interleaved: bool = False
+    """Whether RoPE rotates dimensions 2i and 2i + 1, not i and i + half."""
+    scales_rope: bool = True
+    """Whether transformers reads RoPE scalings as for other families."""
+    windows: Windows | None = None
+    is_moe: bool = False
+    has_expert_biases: bool = False
+    """Whether router and experts have biases."""
+    not_null: tuple[str, ...] = ("head_dim",)
+    """Keys for which null differs from an absent key in transformers, or is invalid."""
+    tensor_names: Mapping[str, str] = _NONE
+    """Names of tensors in the files, by Llama's names; {} is the layer. Empty: as Llama's. A name
+    without {} for the expert is one tensor of all experts, in the layout of the parameter."""
+    fused: Mapping[str, tuple[str, ...]] = _NONE
+    """Tensors that contain several of Llama's, with these names, along the outputs."""
+    interleaved: Mapping[str, tuple[str, ...]] = _NONE
+    """Like `fused`, but output i of part j is number i · parts + j of the last dimension."""
+
+
+_LAYER = "model.layers.{}."
+_GATE_UP = {
+    f"{_LAYER}mlp.gate_up_proj.weight": (
+        f"{_LAYER}mlp.gate_proj.weight",
+        f"{_LAYER}mlp.up_proj.weight",
+    )
+}
+_QKV = {
+    f"{_LAYER}self_attn.qkv_proj.weight": (
+        f"{_LAYER}self_attn.q_proj.weight",
+        f"{_LAYER}self_attn.k_proj.weight",
+        f"{_LAYER}self_attn.v_proj.weight",
+    )
+}
+_OLMO_NORMS = {
+    f"{_LAYER}post_self_attn_layernorm.weight": f"{_LAYER}post_attention_layernorm.weight",
+    f"{_LAYER}post_mlp_layernorm.weight": f"{_LAYER}post_feedforward_layernorm.weight",
+}
+_OLMO = {"rms_norm_eps": 1e-5}
+
+TRAITS: dict[str, Traits] = {
+    "Qwen2ForCausalLM": Traits(
+        "qwen2",
+        {"num_key_value_heads": 32},
+        qkv_bias=True,
+        has_output_bias=False,
+        windows=Windows(limit="from"),
+    ),
+    "Qwen3ForCausalLM": Traits(
+        "qwen3",
+        {"num_key_value_heads": 32, "head_dim": 128},
+        qk_norm=True,
+        windows=Windows(limit="from"),
+    ),
+    "Qwen3MoeForCausalLM": Traits(
+        "qwen3_moe",
+        {"num_key_value_heads": 4},
+        qk_norm=True,
+        windows=Windows(by_layer=False),
+        is_moe=True,
+        not_null=("head_dim", "num_key_value_heads"),
+    ),
+    "LlamaForCausalLM": Traits("llama", not_null=()),
+    "MistralForCausalLM": Traits(
+        "mistral",
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+        windows=Windows(is_optional=False, by_layer=False),
+        not_null=(),
+    ),
+    "MinistralForCausalLM": Traits(
+        "ministral",
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+        windows=Windows(is_optional=False),
+    ),
+    "Olmo2ForCausalLM": Traits(
+        "olmo2",
+        _OLMO,
+        qk_norm=True,
+        qk_norm_over="heads",
+        norms="after",
+        tensor_names=_OLMO_NORMS,
+    ),
+    "Olmo3ForCausalLM": Traits(
+        "olmo3",
+        _OLMO | {"rope_theta": 5e5, "rope_local_base_freq": 5e5, "sliding_window": 4096},
+        qk_norm=True,
+        qk_norm_over="heads",
+        norms="after",
+        rope_by_window=True,
+        windows=Windows(is_optional=False, period=4),
+        tensor_names=_OLMO_NORMS,
+    ),
+    # Phi-4 and Phi-3.
+    "Phi3ForCausalLM": Traits(
+        "phi3",
+        {"rms_norm_eps": 1e-5, "sliding_window": None},
+        scales_rope=False,
+        rotates_part=True,
+        windows=Windows(is_optional=False, by_layer=False),
+        fused=_QKV | _GATE_UP,
+    ),
+    "Glm4ForCausalLM": Traits(
+        "glm4",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-07,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+        },
+        has_output_bias=False,
+        norms="both",
+        rotates_part=True,
+        rope_interleaved=True,
+        fused=_GATE_UP,
+    ),
+    "Gemma3ForCausalLM": Traits(
+        "gemma3_text",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "sliding_window": 4096,
+        },
+        qk_norm=True,
+        norms="both",
+        norm_offset=1.0,
+        activation="gelu_tanh",
+        scales_embedding=True,
+        rope_by_window=True,
+        windows=Windows(is_optional=False, period=6),
+        tensor_names={
+            f"{_LAYER}post_self_attn_layernorm.weight": f"{_LAYER}post_attention_layernorm.weight",
+            f"{_LAYER}post_attention_layernorm.weight": f"{_LAYER}pre_feedforward_layernorm.weight",
+            f"{_LAYER}post_mlp_layernorm.weight": f"{_LAYER}post_feedforward_layernorm.weight",
+        },
+    ),
+    "Qwen2MoeForCausalLM": Traits(
+        "qwen2_moe",
+        {"num_key_value_heads": 16, "shared_expert_intermediate_size": 5632},
+        qkv_bias=True,
+        has_output_bias=False,
+        windows=Windows(period=2, limit="below"),
+        is_moe=True,
+        not_null=("head_dim", "num_key_value_heads"),
+    ),
+}
