@@ -41,7 +41,8 @@ async def fine_tune(run: FineTuningRun, exp: FineTuning) -> None:
 
 async def measure(run: FineTuningRun, exp: FineTuning) -> None:
     """Record the loss, and perplexity or accuracy, of the current parameters on held-out
-    examples."""
+    examples.
+    """
     if not exp.heldout_every_steps:
         return
     version, examples = run.trainer.version, run.eval_examples
@@ -62,7 +63,8 @@ async def measure(run: FineTuningRun, exp: FineTuning) -> None:
 
 def perplexity(loss: float) -> float:
     """exp(loss): the number of equally likely tokens that the policy chooses among on average;
-    infinite where a float cannot hold it."""
+    infinite where a float cannot hold it.
+    """
     return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
 
 

@@ -73,7 +73,8 @@ async def next_batch(
     run: ReinforcementRun, buffer: Buffer, num_groups: int, version: int
 ) -> list[Group] | None:
     """Take the oldest finished groups, each once, to train `version` on; None at the end of the
-    tasks or at a stop request."""
+    tasks or at a stop request.
+    """
     try:
         return await run.stop.unless_set(buffer.take(num_groups, version))
     except TasksExhausted as end:

@@ -63,7 +63,8 @@ class MeasuredEngine(Engine, Protocol):
 
     def on_assignment(self, callback: Callable[[str, int], None]) -> None:
         """Set the callback for the id of a request and the number of the decode engine that has
-        it."""
+        it.
+        """
         ...
 
     def metrics(self) -> Mapping[str, tuple[float, float]]:
@@ -358,7 +359,8 @@ class ReinforcementRun(TrainingRun, Protocol):
 
     def watched(self, rollouts: RunningRollouts | None = None) -> AbstractAsyncContextManager[None]:
         """Raise Stalled in the block where the run makes no progress. With rollouts, a run that
-        stalls or rejects every group ends with a checkpoint."""
+        stalls or rejects every group ends with a checkpoint.
+        """
         ...
 
 

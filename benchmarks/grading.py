@@ -41,7 +41,7 @@ from typing import Any
 import psutil
 from results import append
 
-from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin, read_code_problem
+from areal_jax.data.code_tasks import Asserts, CodeTests, FunctionCalls, Stdin, read_code_problem
 from areal_jax.records import Message, RewardResult, Task
 from areal_jax.rewards.code_grader import CodeGrader
 from areal_jax.rewards.config import RewardConfig, SandboxConfig
@@ -201,7 +201,7 @@ def live(data: Path, every: int) -> dict[str, object]:
 
 def looking_up(tests: CodeTests, is_altered: bool) -> str:
     """Return a program with a table of the expected outputs."""
-    assert isinstance(tests, Stdin | Calls)
+    assert isinstance(tests, Stdin | FunctionCalls)
     table = [(given, expected) for given, expected in tests.cases]
     if is_altered:
         given, expected = table[-1]
@@ -228,7 +228,7 @@ def latency(data: Path, every: int) -> dict[str, object]:
     double = "def f(x):\n    return 2 * x"
     trivial: dict[str, tuple[CodeTests, str]] = {
         "stdin": (Stdin([("2\n", "4\n")]), "print(2 * int(input()))"),
-        "calls": (Calls("f", [((2,), 4)]), double),
+        "calls": (FunctionCalls("f", [((2,), 4)]), double),
         "asserts": (Asserts("assert f(2) == 4", ["f"]), double),
     }
     found = dict[str, object]()

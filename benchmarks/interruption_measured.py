@@ -281,6 +281,7 @@ class Fresh:
 
 
 def main() -> None:
+    """Run the command line. More than 60 lines: it measures in the order of its docstring."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -39,11 +39,11 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from areal_jax.models.known import known_shape
-from areal_jax.sim.costs import Efficiency, EvenSplit, Packed
+from areal_jax.sim.costs import Efficiency, EvenSplit, PackedSchedule
 from areal_jax.sim.engine import EngineBehavior
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal
-from areal_jax.sim.simulation import Barrier, Cluster, Outcome, Staged, Workload, simulate
+from areal_jax.sim.simulation import Barrier, Outcome, SimulatedCluster, Staged, Workload, simulate
 
 
 class Row(NamedTuple):
@@ -154,7 +154,7 @@ def build(
     running_batches: int = RUNNING_BATCHES,
     rollout_share: float = 0.75,
     devices_per_engine: int | None = None,
-) -> tuple[Cluster, Workload]:
+) -> tuple[SimulatedCluster, Workload]:
     """Build a system on `num_devices` of the paper's devices.
 
     Args:
@@ -170,13 +170,15 @@ def build(
     if colocated:
         rollout = train = num_devices
     device, pipeline = DEVICES["H800"], PIPELINE[model]
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         known_shape(f"r1-distill-qwen-{model}"),
         device,
         rollout // shrink,
         train // shrink,
         tensor,
-        train_layout=EvenSplit() if colocated else Packed(*pipeline, micro_batch_tokens=30_720),
+        train_layout=EvenSplit()
+        if colocated
+        else PackedSchedule(*pipeline, micro_batch_tokens=30_720),
         efficiency=Efficiency(
             train_flops=fitted.train_share,
             step_s=fitted.step_s,
@@ -208,7 +210,7 @@ def shrink_of(model: str, num_devices: int) -> int:
     return 1 << max(1, min(16, num_devices // 8 // DEVICES_PER_ENGINE[model])).bit_length() - 1
 
 
-def measure(cluster: Cluster, workload: Workload) -> Outcome:
+def measure(cluster: SimulatedCluster, workload: Workload) -> Outcome:
     """Simulate until the numbers converge.
 
     Short answers end first, so that the first batches are not counted.
@@ -241,7 +243,7 @@ def gains(model: str, num_devices: int, max_new_tokens: int, shrink: int) -> dic
     """
     eta, narrow = ETA[model], DEVICES_PER_ENGINE[model]
 
-    def built(share: float, running_batches: int, tensor: int) -> tuple[Cluster, Workload]:
+    def built(share: float, running_batches: int, tensor: int) -> tuple[SimulatedCluster, Workload]:
         return build(
             "areal",
             model,

@@ -26,7 +26,7 @@ from areal_jax.rollout.controller import open_gate, run_rollouts
 from areal_jax.sim.clock import run
 from areal_jax.sim.costs import EngineCosts, Rewards
 from areal_jax.sim.engine import EngineBehavior
-from areal_jax.sim.fleet import Fleet
+from areal_jax.sim.fleet import SimulatedFleet
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal
 from areal_jax.sim.simulation import GradingQueue, Numbered, OneTurn, simulate
@@ -36,7 +36,9 @@ ENGINES, BATCH = 512, 1024
 
 async def completions_per_s(in_flight: int, num_batches: int) -> float:
     costs = EngineCosts(known_shape("r1-distill-qwen-1.5b"), DEVICES["H800"])
-    fleet = Fleet(costs, LogNormal(4915.0, 0.8), ENGINES, EngineBehavior(tokens_per_entry=64))
+    fleet = SimulatedFleet(
+        costs, LogNormal(4915.0, 0.8), ENGINES, EngineBehavior(tokens_per_entry=64)
+    )
     config = RolloutConfig(
         groups_per_batch=BATCH,
         samples_per_group=1,

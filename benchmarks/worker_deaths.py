@@ -161,6 +161,7 @@ def reinforcement(name: str, settings: Sequence[str]) -> Experiment:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line. More than 60 lines: it measures in the order of its docstring."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -69,7 +69,7 @@ class Tab:
         await self._socket.send_json(
             message | ({"sessionId": self._session} if self._session else {})
         )
-        found = await asyncio.wait_for(self._waiting[id], CALL_S)
+        found = await asyncio.wait_for(self._waiting[number], CALL_S)
         assert "error" not in found, (method, found["error"])
         return found["result"]
 

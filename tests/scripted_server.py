@@ -9,14 +9,14 @@ from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from areal_jax.evaluation.remote import Server
+from areal_jax.evaluation.remote import ModelServer
 
 Response = tuple[int, Any]
 """Status and body of a response."""
 
 
 @contextmanager
-def serving(answer: Callable[[str, dict[str, Any]], Response]) -> Iterator[Server]:
+def serving(answer: Callable[[str, dict[str, Any]], Response]) -> Iterator[ModelServer]:
     """Serve these responses to path and body; yield a client."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -39,7 +39,9 @@ def serving(answer: Callable[[str, dict[str, Any]], Response]) -> Iterator[Serve
         thread = threading.Thread(target=http.serve_forever, args=(0.01,))
         thread.start()
         try:
-            with closing(Server(f"http://127.0.0.1:{http.server_port}/v1/", None, 20.0)) as server:
+            with closing(
+                ModelServer(f"http://127.0.0.1:{http.server_port}/v1/", None, 20.0)
+            ) as server:
                 yield server
         finally:
             http.shutdown()

@@ -1,5 +1,6 @@
 """Work in a thread of its own, where the caller's thread has a running event loop, as notebooks
-have."""
+have.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ Completer = Callable[..., Sequence[str]]
 
 class Parser(argparse.ArgumentParser):
     """A parser of --help, --version and a command's own arguments, in any order, that raises
-    ConfigError for invalid ones."""
+    ConfigError for invalid ones.
+    """
 
     def __init__(self, advice: str) -> None:
         """
@@ -140,7 +141,8 @@ def fail(message: str, status: int) -> int:
 
 def fail_on_disk(error: OSError, advice: str) -> int:
     """Print which file the disk could not write to stderr; the exit status. Raises any other
-    error."""
+    error.
+    """
     if (fault := describe_disk_error(error)) is None:
         raise error
     return fail(f"{fault}; make room there; {advice}", 1)

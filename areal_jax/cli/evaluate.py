@@ -1,5 +1,6 @@
 """`areal-evaluate --exp=NAME [checkpoint=...] [data=...] [a.b=c ...]`: evaluate a
-policy."""
+policy.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ evaluation that stopped.
                         if checkpoint= names a run: the settings of that run
   --config=FILE         instead of --exp: the {CONFIG_FILE} of an earlier run
   checkpoint=WHERE      a run folder (its newest checkpoint), RUN/{CHECKPOINTS}/VERSION, a Hugging
-                        Face folder or hub name, a PEFT folder, or the URL of a server that speaks
+                        Face folder or hub name, a PEFT folder, or the URL of a server with
                         OpenAI's protocol, such as http://127.0.0.1:8000/v1 (with the token in
                         OPENAI_API_KEY); default: the experiment's policy
   data=WHAT             {{benchmarks}},

@@ -1,5 +1,6 @@
 """`areal-plan model=NAME devices=N context=TOKENS [a=b ...]`: estimate the throughput
-of a cluster and its best split."""
+of a cluster and its best split.
+"""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def _show(report: PreflightReport, console: Console) -> None:
         console.print(f"one update of a tiny random policy: {what}")
     for finding in report.findings:
         console.print(f"finding: {escape(str(finding))}", soft_wrap=True)
-    verdict = "passed" if not report.findings else "failed"
-    console.print(f"preflight of {report.name} {verdict} in {report.seconds:.0f} s")
+    outcome = "passed" if not report.findings else "failed"
+    console.print(f"preflight of {report.name} {outcome} in {report.seconds:.0f} s")
 
 
 def _table_of_scripts(report: PreflightReport) -> Table:

@@ -1,5 +1,6 @@
 """Text of --help: the usage with all groups of settings, one group, or the settings that match a
-word."""
+word.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +146,8 @@ def _setting_lines(
     listed: Settings, headings: Mapping[str, str], width: int, indent: str = "  "
 ) -> Iterator[str]:
     """Every setting with its doc under the heading of its group; for a choice among classes, the
-    settings of each class."""
+    settings of each class.
+    """
     group = chosen = ""
     for setting in listed.values():
         if chosen and setting.key.startswith(chosen):

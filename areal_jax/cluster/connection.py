@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from areal_jax.cluster.worker import CPU_S, Event, Message, Worker
+from areal_jax.cluster.worker import CPU_S, ClusterWorker, Event, Message
 from areal_jax.errors import (
     ClaimLost,
     ConfigError,
@@ -67,7 +67,7 @@ class Connection:
 
         Args:
             name: Name of the worker in messages and logs.
-            actor: Ray handle of a `Worker`.
+            actor: Ray handle of a `ClusterWorker`.
             silence_timeout_s: Time without a reply after which the worker counts as dead.
             on_end: Callback after the actor is killed.
         """
@@ -124,7 +124,7 @@ class Connection:
             ConfigError: The role rejects the settings.
         """
         # Ray pickles the class by name: the package is installed on the other side too.
-        actor_class: Any = ray.remote(Worker)
+        actor_class: Any = ray.remote(ClusterWorker)
         actor = actor_class.options(max_concurrency=1000, max_restarts=0, **options).remote(
             name, simulated_devices
         )

@@ -46,7 +46,7 @@ class Event(NamedTuple):
     payload: Any
 
 
-class Worker:
+class ClusterWorker:
     """The actor. Its role is an object whose public methods can be called; slow ones are `async`.
 
     Calls start in the order in which they were sent. Events leave in the order in which they

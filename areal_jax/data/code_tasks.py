@@ -27,7 +27,7 @@ class Stdin:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class FunctionCalls:
     """Tests that call a function, or a method of a class called Solution."""
 
     function: str
@@ -50,9 +50,9 @@ class Asserts:
     """Imports that the tests need."""
 
 
-CodeTests: TypeAlias = Stdin | Calls | Asserts
+CodeTests: TypeAlias = Stdin | FunctionCalls | Asserts
 
-FORMS = {form.__name__.lower(): form for form in (Stdin, Calls, Asserts)}
+FORMS = {form.__name__.lower(): form for form in (Stdin, FunctionCalls, Asserts)}
 
 
 def format_tests(tests: CodeTests) -> str:
@@ -165,7 +165,7 @@ def _read_live_code_bench(row: Row) -> tuple[str, CodeTests]:
             (tuple(map(json.loads, arguments)), json.loads(test["output"]))
             for arguments, test in zip(lines, tests, strict=True)
         ]
-        return _format_question(question, starter), Calls(function, cases, is_exact=True)
+        return _format_question(question, starter), FunctionCalls(function, cases, is_exact=True)
     return _format_question(question, starter), Stdin(
         [(test["input"], test["output"]) for test in tests], is_exact=True
     )
@@ -195,7 +195,7 @@ def _read_apps(row: Row) -> tuple[str, CodeTests]:
         # Nearly all rows wrap each result in a list.
         if all(isinstance(output, list) and len(output) == 1 for output in outputs):
             outputs = [output[0] for output in outputs]
-        return question, Calls(function, list(zip(inputs, outputs, strict=True)))
+        return question, FunctionCalls(function, list(zip(inputs, outputs, strict=True)))
     lines = [
         ["\n".join(side) if isinstance(side, list) else side for side in case]
         for case in zip(inputs, outputs, strict=True)

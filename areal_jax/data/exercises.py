@@ -29,7 +29,7 @@ Demonstration: TypeAlias = tuple[Message, ...]
 """The turns after the question: assistant and tool alternate; the assistant has the last turn."""
 
 
-class Draft(NamedTuple):
+class ExerciseDraft(NamedTuple):
     """What a family generates; fields as in `Exercise`."""
 
     question: str
@@ -55,25 +55,25 @@ class Exercise:
     """Demonstrations of the same form that end in a wrong answer."""
 
 
-class Family(NamedTuple):
+class ExerciseFamily(NamedTuple):
     """A generator of exercises of one type."""
 
-    draft: Callable[[random.Random, Split], Draft]
+    draft: Callable[[random.Random, Split], ExerciseDraft]
     kind: str
     """Grader of the answers, as in `Task`."""
     correct_share: float
     """Share of correct demonstrations in supervised fine-tuning."""
 
 
-FAMILIES: dict[str, Family] = {}
+FAMILIES: dict[str, ExerciseFamily] = {}
 """All families by name, in the order in which they alternate."""
 
 
 def _family(
     kind: str, correct_share: float
-) -> Callable[[Callable[..., Draft]], Callable[..., Draft]]:
-    def register(draft: Callable[..., Draft]) -> Callable[..., Draft]:
-        FAMILIES[draft.__name__] = Family(draft, kind, correct_share)
+) -> Callable[[Callable[..., ExerciseDraft]], Callable[..., ExerciseDraft]]:
+    def register(draft: Callable[..., ExerciseDraft]) -> Callable[..., ExerciseDraft]:
+        FAMILIES[draft.__name__] = ExerciseFamily(draft, kind, correct_share)
         return draft
 
     return register
@@ -165,7 +165,7 @@ def _turns(*texts: str) -> Demonstration:
 
 
 @_family("countdown", correct_share=0.6)
-def countdown(rng: random.Random, split: Split) -> Draft:
+def countdown(rng: random.Random, split: Split) -> ExerciseDraft:
     """Reach a target with three numbers, each used once."""
     numbers = [rng.randint(1, 9) for _ in range(3)]
     attempts = dict(_attempts(numbers))
@@ -188,7 +188,9 @@ def countdown(rng: random.Random, split: Split) -> Draft:
         trying(*rng.sample(misses, count), rng.choice(hits)) for count in range(len(misses) + 1)
     ]
     incorrect = [_turns(boxed(expression)) for expression, _ in misses]
-    return Draft(question, json.dumps({"numbers": numbers, "target": target}), correct, incorrect)
+    return ExerciseDraft(
+        question, json.dumps({"numbers": numbers, "target": target}), correct, incorrect
+    )
 
 
 def _difference(value: int, target: int) -> str:
@@ -220,7 +222,7 @@ def _attempts(numbers: Sequence[int]) -> Iterator[tuple[tuple[str, str], int]]:
 
 
 @_family("math", correct_share=0.35)
-def facts(rng: random.Random, split: Split) -> Draft:
+def facts(rng: random.Random, split: Split) -> ExerciseDraft:
     """Find a number that only a search can reveal."""
     hall, box = rng.choice(HALLS), rng.choice(BOXES)
     sentence, count = fact(hall, box)
@@ -240,7 +242,7 @@ def facts(rng: random.Random, split: Split) -> Draft:
         searching(f"{box}", fact(HALLS[0], box)),
         _turns(f"\\boxed{{{rng.randint(100, 999)}}}"),
     ]
-    return Draft(
+    return ExerciseDraft(
         question, str(count), [correct], [each for each in incorrect if each[-1] != correct[-1]]
     )
 
@@ -255,7 +257,7 @@ _STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 
 
 @_family("math", correct_share=0.35)
-def calculations(rng: random.Random, split: Split) -> Draft:
+def calculations(rng: random.Random, split: Split) -> ExerciseDraft:
     """Solve a problem with a calculator."""
     problems = SyntheticProblems(1 << 20, split, CALCULATED, "medium")
     problem = problems[rng.randrange(len(problems))]
@@ -267,7 +269,9 @@ def calculations(rng: random.Random, split: Split) -> Draft:
         ]
         for solutions in ((problem.solution,), problem.wrong_solutions)
     )
-    return Draft(problem.question, str(problem.answer), correct, [*incorrect, _guess(problem, rng)])
+    return ExerciseDraft(
+        problem.question, str(problem.answer), correct, [*incorrect, _guess(problem, rng)]
+    )
 
 
 def combine_steps(solution: str) -> tuple[str, str] | None:
@@ -376,7 +380,7 @@ _PROGRAMS = (
 
 
 @_family("code", correct_share=0.3)
-def programs(rng: random.Random, split: Split) -> Draft:
+def programs(rng: random.Random, split: Split) -> ExerciseDraft:
     """Write a program that reads integers and prints one."""
     program, k = rng.choice(_PROGRAMS), rng.randint(2, 60)
     num_inputs, read = (2, "two integers") if program.frame == _READ_TWO else (1, "an integer")
@@ -391,7 +395,7 @@ def programs(rng: random.Random, split: Split) -> Draft:
     def writing(expression: str) -> Demonstration:
         return _turns(f"```python\n{program.frame.format(expression.format(k=k))}\n```")
 
-    return Draft(
+    return ExerciseDraft(
         question.format(read, program.prints.format(k=k)),
         format_tests(Stdin(cases)),
         [writing(program.right)],

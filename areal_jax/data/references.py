@@ -17,7 +17,7 @@ MAX_NUMBERS = 5
 """Numbers of a countdown task that is solved by trying everything."""
 
 
-class Reference(NamedTuple):
+class ReferenceAnswer(NamedTuple):
     """A right and a wrong answer to a task."""
 
     right: str
@@ -30,7 +30,7 @@ class Reference(NamedTuple):
 
 def find_references(
     source: TaskSource, tasks: Sequence[Task], chosen: Sequence[int]
-) -> list[Reference | None]:
+) -> list[ReferenceAnswer | None]:
     """Find references of tasks; None if the source has none.
 
     Args:
@@ -52,17 +52,17 @@ def find_references(
 
 def _reference(
     task: Task, program: str, wrong: str = "", demonstrations: tuple[Demonstration, ...] = ()
-) -> Reference | None:
+) -> ReferenceAnswer | None:
     match task.kind:
         case "code":
-            return Reference(program, wrong, demonstrations) if program else None
+            return ReferenceAnswer(program, wrong, demonstrations) if program else None
         case "countdown":
             given = json.loads(task.answer)
             solution = solve_countdown(given["numbers"], given["target"])
             near = solve_countdown(given["numbers"], given["target"], is_wrong=True)
-            return (solution and near and Reference(solution, near, demonstrations)) or None
+            return (solution and near and ReferenceAnswer(solution, near, demonstrations)) or None
         case _:
-            return Reference(task.answer, change_answer(task.answer), demonstrations)
+            return ReferenceAnswer(task.answer, change_answer(task.answer), demonstrations)
 
 
 def change_answer(answer: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-class Reply(Generic[T]):
+class CommandReply(Generic[T]):
     """A future of the asyncio thread, made there, that the engine thread resolves."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Reply(Generic[T]):
 
 class _Command(NamedTuple):
     act: Callable[[], None]
-    reply: Reply[Any] | None
+    reply: CommandReply[Any] | None
     """Fails if the engine thread ends before it has executed the command."""
 
 
@@ -57,7 +57,7 @@ class CommandQueue:
         """Whether no command waits."""
         return self._queue.empty()
 
-    def put(self, act: Callable[[], None], reply: Reply[Any] | None = None) -> None:
+    def put(self, act: Callable[[], None], reply: CommandReply[Any] | None = None) -> None:
         """Add a command; its reply fails if the queue is stopped before the command is executed."""
         with self._lock:
             if self._stopped is None:

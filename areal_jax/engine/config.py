@@ -88,5 +88,5 @@ class EngineConfig:
 
     @property
     def max_tokens(self) -> int:
-        """Of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return self.max_prompt_tokens + self.max_new_tokens

@@ -319,7 +319,8 @@ class DecodeEngine:
         self, lists: Sequence[Sequence[tuple[int, ...]]], width: int
     ) -> tuple[Int32[np.ndarray, "S W"], Int32[np.ndarray, "_"]]:
         """Return a list per data shard, with at most as many tuples as it has slots, as one array,
-        and their lengths."""
+        and their lengths.
+        """
         array = np.zeros(
             (self.num_shards, self.config.num_slots // self.num_shards, width), np.int32
         )

@@ -207,7 +207,8 @@ def shardings_of(shapes: Any) -> Any:
 
 def doublings(first: int, most: int) -> list[int]:
     """Return first, 2 · first, ... up to a last one that holds `most` with little to spare and is
-    well above the one before."""
+    well above the one before.
+    """
     unit = max(first, 2 ** (most.bit_length() - 4))
     last = max(math.ceil(most / unit), 1) * unit
     return [*(first << i for i in range(last.bit_length()) if 3 * (first << i) < 2 * last), last]

@@ -44,7 +44,8 @@ FIELDS: dict[str, tuple[np.dtype, slice]] = {
 
 class DecodeState(NamedTuple):
     """Everything that a dispatch reads and writes. `generate` consumes it and returns the next
-    one."""
+    one.
+    """
 
     pages: tuple[Pages, ...]
     """By layer."""

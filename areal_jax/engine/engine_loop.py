@@ -11,7 +11,7 @@ from typing import NamedTuple
 from areal_jax.engine.admission import check_request
 from areal_jax.engine.background_compiler import BackgroundCompiler
 from areal_jax.engine.batch import SamplingMode
-from areal_jax.engine.commands import CommandQueue, Reply
+from areal_jax.engine.commands import CommandQueue, CommandReply
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.engine_core import EngineCore
 from areal_jax.engine.engine_metrics import EngineMetrics, Event
@@ -123,7 +123,7 @@ class EngineLoop:
         """
         check_request(request, self._config, self._engine.policy.config.vocab_size)
         group = SequenceGroup(request, time.perf_counter() + self._config.request_timeout_s)
-        reply = Reply[list[Completion]]()
+        reply = CommandReply[list[Completion]]()
 
         def abort_if_cancelled(future: asyncio.Future[list[Completion]]) -> None:
             if future.cancelled():
@@ -138,7 +138,7 @@ class EngineLoop:
 
         Requests finished before are resolved before.
         """
-        reply = Reply[dict[str, tuple[Completion, ...]]]()
+        reply = CommandReply[dict[str, tuple[Completion, ...]]]()
 
         def act() -> None:
             groups = self._requests.groups
@@ -149,7 +149,7 @@ class EngineLoop:
 
     def status(self) -> asyncio.Future[EngineStatus]:
         """Return the load of the engine, between two dispatches."""
-        reply = Reply[EngineStatus]()
+        reply = CommandReply[EngineStatus]()
 
         def act() -> None:
             running = tuple(group.id for group in self._requests.groups if group.is_running)
@@ -165,7 +165,7 @@ class EngineLoop:
             A future of the same, for the `resume` of a request here or on another engine. It fails
             with ValueError if no unfinished request has this id.
         """
-        reply = Reply[tuple[Completion, ...]]()
+        reply = CommandReply[tuple[Completion, ...]]()
         self._commands.put(lambda: self._requests.suspend(request_id, reply), reply)
         return reply.future
 

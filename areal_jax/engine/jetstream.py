@@ -62,7 +62,8 @@ _PLACES = {name: offset // 4 for name, (_, offset, *_) in (SLOT.fields or {}).it
 
 class Prompt(NamedTuple):
     """A prompt on its way to slots. The first fields have the names of JetStream's
-    `ExistingPrefix`, as which it is read."""
+    `ExistingPrefix`, as which it is read.
+    """
 
     cache: tuple[Pages, ...]
     """Keys and values of its tokens, of every layer."""
@@ -97,7 +98,8 @@ class JetStreamEngine(engine_api.Engine):
             sampling: of every request. JetStream may end an answer earlier.
             seed: answers to the n-th prompt, from 0, are sampled with `derive_seed(seed, str(n))`.
 
-        ValueError names the setting that does not fit."""
+        ValueError names the setting that does not fit.
+        """
         config = engine.config
         if config.steps_per_dispatch != 1:
             raise ValueError(
@@ -170,10 +172,12 @@ class JetStreamEngine(engine_api.Engine):
         sampler: Callable[..., Any] | None = None,
         request_id: Any = None,
     ) -> Any:
-        """A `Prompt`, and where JetStream expects it the first token of its answer.
+        """Return a `Prompt`, with the first token of its answer where JetStream expects it.
 
-        Args: existing_prefix: what stands before it: a prompt, or an `ExistingPrefix` of a prompt's
-            cache and tokens."""
+        Args:
+            existing_prefix: tokens before it: a prompt, or an `ExistingPrefix` of a prompt's cache
+                and tokens.
+        """
         prompt, first = self.prefill_multisampling(
             params=params,
             existing_prefix=existing_prefix,
@@ -196,7 +200,8 @@ class JetStreamEngine(engine_api.Engine):
         num_samples: int = 1,
     ) -> tuple[Prompt, engine_api.ResultTokens]:
         """As `prefill`, with first tokens of several answers, for `bulk_insert`. The engine's seed
-        draws them, not `rng`."""
+        draws them, not `rng`.
+        """
         _refuse(sampler)
         engine, chunk = self._prefiller, self._prefiller.config.prefill_chunk_tokens
         tokens = np.asarray(padded_tokens, np.int32)[:true_length]
@@ -395,7 +400,8 @@ def _put(
 
 def _results(data: Any, logp: Any, samples_per_slot: int) -> engine_api.ResultTokens:
     """What JetStream's results hold of columns of tokens, validity and lengths, and of
-    log-probs."""
+    log-probs.
+    """
     known = {
         "tokens_idx": (0, 1),
         "valid_idx": (1, 2),
@@ -412,7 +418,8 @@ def _result(
     packed: Int32[Array, "m S"], slots: Int32[Array, "S F"]
 ) -> tuple[Int32[Array, "S 3"], Float32[Array, "S 1"]]:
     """By slot: the token that it drew, whether it drew one, and how many it has sampled so far; and
-    the token's log-prob."""
+    the token's log-prob.
+    """
     position, num_prompt_tokens = (
         slots[:, _PLACES[name]] for name in ("position", "num_prompt_tokens")
     )

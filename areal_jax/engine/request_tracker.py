@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from areal_jax.engine.background_compiler import BackgroundCompiler
 from areal_jax.engine.batch import sampling_mode
-from areal_jax.engine.commands import CommandQueue, Reply
+from areal_jax.engine.commands import CommandQueue, CommandReply
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.engine_metrics import EngineMetrics
 from areal_jax.engine.scheduler import Scheduler
@@ -20,7 +20,7 @@ class PendingRequest(NamedTuple):
     """A submitted request: its sequences, and the reply with their completions."""
 
     group: SequenceGroup
-    reply: Reply[list[Completion]]
+    reply: CommandReply[list[Completion]]
 
 
 class RequestTracker:
@@ -115,7 +115,7 @@ class RequestTracker:
             self._scheduler.abort(group)
             self._remove(group)
 
-    def suspend(self, request_id: str, reply: Reply[tuple[Completion, ...]]) -> None:
+    def suspend(self, request_id: str, reply: CommandReply[tuple[Completion, ...]]) -> None:
         """Remove a request, and reply to it and to `reply` with what it has sampled."""
         pending = self._pending.get(request_id)
         if pending is None:

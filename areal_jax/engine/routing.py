@@ -111,7 +111,8 @@ def digests(tokens: Int32[np.ndarray, "P"]) -> list[bytes]:
 
 def merge_engines(of_engines: Sequence[Sums]) -> dict[str, tuple[float, float]]:
     """Merge the metrics of several engines over the same period: counts add up, means are
-    averaged."""
+    averaged.
+    """
     sums, weights = defaultdict[str, float](float), defaultdict[str, float](float)
     for metrics in of_engines:
         for name, (total, weight) in metrics.items():

@@ -1,5 +1,6 @@
 """Graded answers of an evaluation, and their folder, from which an interrupted evaluation
-resumes."""
+resumes.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ def powers_of_two(most: int) -> list[int]:
 
 def standard_error(scores: Sequence[float]) -> float:
     """Compute the standard error of the mean, sqrt(sum (x - mean)^2 / (n (n - 1))); 0 for one
-    score."""
+    score.
+    """
     mean, n = fmean(scores), len(scores)
     return math.sqrt(sum((score - mean) ** 2 for score in scores) / (n * (n - 1))) if n > 1 else 0.0
 

@@ -63,9 +63,10 @@ server uses its own defaults, such as those of the policy's generation_config.js
 _STOPS: dict[str, StopReason] = {"length": "length"}
 
 
-class Server:
+class ModelServer:
     """Client of a server at a URL that ends in /v1. Each call blocks its own thread, so that many
-    run concurrently."""
+    run concurrently.
+    """
 
     def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
         """Create a client.
@@ -199,7 +200,7 @@ async def find_sampling_mode(
 class TokenServer:
     """An engine whose tokens a server samples."""
 
-    server: Server
+    server: ModelServer
     model: str
     tokenizer: Tokenizer
     sampling_mode: RequestSampling
@@ -215,7 +216,7 @@ class TokenServer:
 
     @classmethod
     async def probe(
-        cls, server: Server, model: str, tokenizer: Tokenizer, prompt: Sequence[Message]
+        cls, server: ModelServer, model: str, tokenizer: Tokenizer, prompt: Sequence[Message]
     ) -> TokenServer | None:
         """Probe whether a server accepts and returns tokens.
 
@@ -281,7 +282,7 @@ class TokenServer:
         return Completion(tokens, unknown, np.zeros(len(tokens), np.int32), stop_reason)
 
 
-async def probe_chat(server: Server, model: str) -> RequestSampling:
+async def probe_chat(server: ModelServer, model: str) -> RequestSampling:
     """Return the sampling fields of chat requests that this server accepts.
 
     Raises:
@@ -299,7 +300,7 @@ async def probe_chat(server: Server, model: str) -> RequestSampling:
 class ChatServer:
     """Answers tasks by chat requests to a server."""
 
-    server: Server
+    server: ModelServer
     model: str
     sampling_mode: RequestSampling
     grader: Grader

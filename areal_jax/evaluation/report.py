@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, ScalarFormatter
 
 from areal_jax.evaluation.answers import Answer
-from areal_jax.evaluation.results import Estimate, Problem, Results
+from areal_jax.evaluation.results import Estimate, ProblemResult, Results
 from areal_jax.metrics import description
 from areal_jax.metrics.files import write_atomically
 from areal_jax.records import Task
@@ -147,7 +147,8 @@ def shown(
 
 def plot(results: Results) -> bytes:
     """Plot scores by number of samples, lengths, shares of correct answers and families as a
-    PNG."""
+    PNG.
+    """
     if results.mean_reward is not None:
         figure = new_figure(5.5, 3.2)
         lengths = figure.subplots()
@@ -249,9 +250,11 @@ def _stop_reasons(answers: Mapping[int, Sequence[Answer]]) -> dict[str, int]:
     return counts
 
 
-def _as_csv(problems: Sequence[Problem]) -> str:
+def _as_csv(problems: Sequence[ProblemResult]) -> str:
     text = io.StringIO()
-    rows = csv.DictWriter(text, [field.name for field in fields(Problem)], lineterminator="\n")
+    rows = csv.DictWriter(
+        text, [field.name for field in fields(ProblemResult)], lineterminator="\n"
+    )
     rows.writeheader()
     rows.writerows(asdict(problem) for problem in problems)
     return text.getvalue()

@@ -34,7 +34,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class FamilyResult:
     """Results of one family of tasks."""
 
     num_tasks: int
@@ -47,7 +47,7 @@ class Family:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthSummary:
     """Distribution of the sampled tokens per answer."""
 
     mean: float
@@ -58,7 +58,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ProblemResult:
     """Results of one task. A failed task has no samples."""
 
     place: int
@@ -96,12 +96,12 @@ class Results:
     """maj@k by k; None for code tasks, or if correct answers have no canonical form."""
     truncated: float
     """Share of truncated answers."""
-    tokens: Lengths
+    tokens: LengthSummary
     grades: Mapping[str, int]
     failed: Mapping[str, int]
     """Tasks without samples, by class of their error."""
-    families: Mapping[str, Family]
-    problems: Sequence[Problem]
+    families: Mapping[str, FamilyResult]
+    problems: Sequence[ProblemResult]
 
     @property
     def treatment(self) -> str:
@@ -153,7 +153,7 @@ def compute_results(
         if votes
         else None,
         truncated=_truncated(every),
-        tokens=Lengths(
+        tokens=LengthSummary(
             float(lengths.mean()),
             dict(zip(PERCENTILES, np.percentile(lengths, PERCENTILES).tolist(), strict=True)),
             edges.tolist(),
@@ -207,7 +207,7 @@ def _mean_reward(answers: Sequence[Answer], is_raw: bool) -> float | None:
     return fmean(rewards) if rewards else None
 
 
-def _family(by_task: Sequence[Sequence[Answer]], is_raw: bool) -> Family:
+def _family(by_task: Sequence[Sequence[Answer]], is_raw: bool) -> FamilyResult:
     every = [answer for answers in by_task for answer in answers]
     mean_tokens = fmean([answer.num_tokens for answer in every]) if every else 0.0
     pass_at_1 = None if is_raw else _estimate([_pass_at(answers, 1) for answers in by_task])
@@ -215,14 +215,14 @@ def _family(by_task: Sequence[Sequence[Answer]], is_raw: bool) -> Family:
         reward for answers in by_task if (reward := _mean_reward(answers, is_raw)) is not None
     ]
     reward = fmean(rewards) if rewards else None
-    return Family(len(by_task), pass_at_1, reward, _truncated(every), mean_tokens)
+    return FamilyResult(len(by_task), pass_at_1, reward, _truncated(every), mean_tokens)
 
 
 def _problem(
     place: int, task: Task, answers: Sequence[Answer], failure: Exception | None, is_raw: bool
-) -> Problem:
+) -> ProblemResult:
     votes = Counter(answer.vote for answer in answers if answer.vote is not None)
-    return Problem(
+    return ProblemResult(
         place=place,
         task=task.id,
         family=task.family,

@@ -37,7 +37,7 @@ class Fault(NamedTuple):
     text: str
 
 
-class Result(NamedTuple):
+class ConsistencyResult(NamedTuple):
     """Faults and gaps of a run's files."""
 
     faults: list[Fault]
@@ -51,8 +51,10 @@ def check_rows(
     known_gaps: Mapping[str, Collection[int]],
     writes_samples: bool,
     unused_groups: UnusedGroups,
-) -> Result:
+) -> ConsistencyResult:
     """Check the rows below `version` against the checkpoint of `version`.
+
+    The function has more than 60 lines because each check reads what the ones before it counted.
 
     Args:
         run_folder: the run's folder.
@@ -88,7 +90,7 @@ def check_rows(
 
     if not (run_folder / SAMPLES).exists():
         gaps[SAMPLES] = sorted(expected)
-        return Result(faults, gaps)
+        return ConsistencyResult(faults, gaps)
     written, places, version_of = Counter[int](), set[tuple[int, int]](), dict[int, int]()
     repeated, unused = set[int](), set[int]()
     for at, line in _rows(run_folder / SAMPLES, version, faults):
@@ -133,7 +135,7 @@ def check_rows(
                 f"has samples of {format_ranges(unused)} that the checkpoint has not trained on",
             )
         )
-    return Result(faults, gaps)
+    return ConsistencyResult(faults, gaps)
 
 
 class UnusedGroups(NamedTuple):

@@ -53,7 +53,8 @@ def values(window: Window, name: str) -> list[float]:
 
 def always(window: Window, name: str, predicate: Callable[[float], bool]) -> bool:
     """Return whether a predicate holds in every step of the window; comparisons with nan are
-    false."""
+    false.
+    """
     return all(predicate(value) for value in values(window, name))
 
 
@@ -349,7 +350,8 @@ def check_named(name: str) -> Check:
 
 class HealthMonitor:
     """Applies the checks to the steps of a run, in order. A resumed run begins with an empty
-    window."""
+    window.
+    """
 
     def __init__(self, config: HealthConfig, workflow: str, num_steps: int) -> None:
         """Create a monitor.

@@ -22,7 +22,8 @@ _VERSION = re.compile(rb'\{"version":(\d+)[,}]')
 
 def encode(value: object) -> str:
     """Encode as one line of JSON. NaN and infinities become null; numpy becomes numbers and
-    lists."""
+    lists.
+    """
     try:
         return json.dumps(value, allow_nan=False, default=_unwrap, separators=(",", ":"))
     except ValueError:

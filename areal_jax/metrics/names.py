@@ -1,5 +1,6 @@
 """Names of the metrics that progress line and report read; `metrics.table` documents all
-metrics."""
+metrics.
+"""
 
 REWARD = "trainer/reward"
 """Mean reward of the step's samples."""

@@ -1,5 +1,6 @@
 """Progress of training or an evaluation: live lines on a terminal, periodic plain lines
-elsewhere."""
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -100,9 +101,10 @@ class _Row(ProgressColumn):
         return Text(task.fields["describe"]())
 
 
-class Progress:
+class ProgressDisplay:
     """Shows a run's stages and steps, or an evaluation's tasks. Stages may begin and end in any
-    thread; the rest is for one thread."""
+    thread; the rest is for one thread.
+    """
 
     def __init__(
         self,
@@ -195,7 +197,8 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` steps are done, the last with these metrics; missing ones show as a
-        dash."""
+        dash.
+        """
         self._remember(metrics)
         now_s = self._clock()
         self._shown = step, metrics, now_s

@@ -1,5 +1,6 @@
 """samples.jsonl: every trained sample, token by token, written by a background thread. Axes: T
-tokens of a sample."""
+tokens of a sample.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Outputs of a run: metrics.jsonl always; TensorBoard events, samples.jsonl and trackers as
-configured."""
+configured.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ class Sinks:
 
     def flush(self) -> None:
         """Sync all rows to disk. Call it before a checkpoint: a resumed run can cut rows, but not
-        restore lost ones."""
+        restore lost ones.
+        """
         self._metrics.sync()
         if self._tensorboard is not None:
             self._tensorboard.flush()
@@ -127,7 +129,8 @@ class Sinks:
 
 class TensorBoard:
     """A file of TensorBoard events, written in the caller's thread, so that a full disk raises an
-    OSError there."""
+    OSError there.
+    """
 
     def __init__(
         self, folder: Path, resume_version: int | None, decode: Decode | None = None

@@ -147,7 +147,8 @@ class _Row:
 
     def take(self, start_s: float, end_s: float) -> bool:
         """Add a span if it follows all others or encloses the last ones; return whether it
-        does."""
+        does.
+        """
         followers = list(takewhile(lambda span: span[1] > start_s, reversed(self._spans)))
         if start_s < self._dropped_until_s or any(
             span[0] < start_s or span[1] > end_s for span in followers
@@ -169,7 +170,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def _find_complete_events(path: Path) -> tuple[int, int]:
     """Return the length in bytes up to the last complete event, and the number of its process;
-    (0, 0) without events."""
+    (0, 0) without events.
+    """
     with path.open("rb") as file:
         start = max(0, path.stat().st_size - TAIL_BYTES)
         file.seek(start)

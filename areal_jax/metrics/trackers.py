@@ -1,5 +1,6 @@
 """Experiment trackers (wandb, trackio, MLflow), each through its own library, which is an extra and
-need not be installed."""
+need not be installed.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ class Trackio:
 
 class MLflow:
     """A run of MLflow, at MLFLOW_TRACKING_URI. MLflow refuses `@` in names: `pass@1` is
-    `pass at 1`."""
+    `pass at 1`.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         """Start or resume the run."""
@@ -171,7 +173,8 @@ def start_trackers(names: Sequence[str], run: TrackedRun) -> Trackers | None:
 
 class Trackers:
     """Sends rows to trackers in a background thread. A tracker that fails ends nothing: its first
-    error is logged, and all are counted."""
+    error is logged, and all are counted.
+    """
 
     def __init__(self, trackers: Mapping[str, Tracker], timeout_s: float = 60.0) -> None:
         """Start the thread.

@@ -89,6 +89,8 @@ class ModelConfig:
     ) -> ModelConfig:
         """Read a Hugging Face config.json.
 
+        The function has more than 60 lines because it sets every field of the record.
+
         Args:
             config: content of the file.
             source: name of the file, for errors.
@@ -306,7 +308,8 @@ class ModelConfig:
     @property
     def attention_width(self) -> int:
         """Layers x heads x head size: each pair of query and key costs 4 times this in FLOPs (12 in
-        a training step)."""
+        a training step).
+        """
         return self.num_hidden_layers * self.num_attention_heads * self.head_dim
 
     @property

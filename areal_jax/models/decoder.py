@@ -261,7 +261,8 @@ class Policy:
 
 def _is_kernel(primitive: Any, *_: Any, **settings: Any) -> bool:
     """Whether this is jax's GPU kernel: its residuals have no checkpoint name, and it is inside a
-    custom_vjp_call."""
+    custom_vjp_call.
+    """
     return primitive.name == "custom_vjp_call" and "pallas_call" in str(settings["call_jaxpr"])
 
 

@@ -37,7 +37,8 @@ class Llama3:
 @dataclass(frozen=True)
 class Yarn:
     """YaRN (arXiv:2309.00071): low frequencies divided by `factor`, high ones unchanged, a ramp
-    between; q and k are multiplied by `attention_factor`."""
+    between; q and k are multiplied by `attention_factor`.
+    """
 
     factor: float
     original_max_position_embeddings: int

@@ -116,7 +116,8 @@ class LiveReport:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Send each update as a server-sent event
-        (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+        (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+        """
         stream = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
         await stream.prepare(request)
         number = 0  # the newest update first: the page may be older
@@ -129,14 +130,16 @@ class LiveReport:
 
     async def _next(self, number: int) -> tuple[int, str]:
         """Wait for an update after the given one; return its number and data, which is empty at
-        the end."""
+        the end.
+        """
         async with self._updated:
             await self._updated.wait_for(lambda: self._is_closed or self._number > number)
             return self._number, "" if self._is_closed else self._update
 
     async def _samples(self, request: web.Request) -> web.Response:
         """Return the number of groups that match the filters, and one of them: that at `offset`, or
-        the one with the id `group` if it matches."""
+        the one with the id `group` if it matches.
+        """
         query = request.query
         try:
             run = self._runs[int(query.get("run", 0))]

@@ -161,7 +161,8 @@ class ReportWriter:
 
     def close(self) -> None:
         """End the thread. The page of a run that ended with an error, before `finish`, then says
-        that it has stopped."""
+        that it has stopped.
+        """
         self._end()
         if not self._is_finished:
             self._update("stopped")

@@ -38,7 +38,7 @@ STATUSES = ("finding", "ended", "healthy")
 """States of a health check, in the order of the page."""
 
 RECENT_STEPS = 20
-"""Steps whose pace tells the time left."""
+"""Number of last steps from which the time left is estimated."""
 
 
 class RunReport:
@@ -183,7 +183,8 @@ class RunReport:
 
     def _groups(self) -> list[str]:
         """Return the groups in the page as JSON, oldest first: the newest ones, and one of each
-        part of the run."""
+        part of the run.
+        """
         last = len(self.samples) - 1
         newest = range(last, max(-1, last - MAX_NEWEST), -1)
         spread = self.samples.representative(MAX_WINDOWS)

@@ -1,5 +1,6 @@
 """Index of samples.jsonl: where each group is, so that a page reads only what it shows. Axes: G
-groups."""
+groups.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +164,8 @@ class SampleIndex:
 
 def logp_levels(logp: Sequence[float], loss_mask: Sequence[int]) -> str:
     """Return a digit per token: 0 for the likeliest to 9 for the least likely tokens, and `-` for
-    tokens that the policy did not sample."""
+    tokens that the policy did not sample.
+    """
     levels = np.searchsorted(LOGP_BOUNDS, -np.array(logp, np.float64))
     return "".join(
         str(level) if sampled else "-"

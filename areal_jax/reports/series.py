@@ -1,5 +1,6 @@
 """Metrics by name, collected from rows and reduced to what a chart can show. Axes: N rows, P points
-of a chart."""
+of a chart.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class MetricSeries:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add one row. Null values, which were nan, are omitted; a version that is measured again
-        has its last value."""
+        has its last value.
+        """
         version = row["version"]
         for name, value in row.items():
             if name not in ("version", "time_s") and value is not None:

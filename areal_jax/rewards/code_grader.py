@@ -22,7 +22,7 @@ from decimal import Decimal, DecimalException
 from textwrap import dedent
 from typing import Any
 
-from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin
+from areal_jax.data.code_tasks import Asserts, CodeTests, FunctionCalls, Stdin
 from areal_jax.records import RewardResult
 from areal_jax.rewards.config import SandboxConfig
 from areal_jax.rewards.harness import BROKEN, CRASHED, LATE, PASSED, PRELUDE, RECURSION_LIMIT, WRONG
@@ -134,7 +134,7 @@ class CodeGrader:
         return RewardResult("correct")
 
     def _grade_functions(
-        self, sandbox: Sandbox, tests: Calls | Asserts, program: str, deadline_s: float
+        self, sandbox: Sandbox, tests: FunctionCalls | Asserts, program: str, deadline_s: float
     ) -> RewardResult:
         self._tester = tester = self._tester or self._sandboxes.take()
         # Each case is a test, and timed at its call; asserts are one test.
@@ -174,7 +174,7 @@ class CodeGrader:
                 case _:
                     return self._failed(ended, testing)
 
-    def _test_job(self, tests: Calls | Asserts) -> dict[str, Any]:
+    def _test_job(self, tests: FunctionCalls | Asserts) -> dict[str, Any]:
         if isinstance(tests, Asserts):
             return {
                 "names": tests.names,

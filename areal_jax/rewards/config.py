@@ -72,8 +72,8 @@ class RewardConfig:
     patience_s: float = chz.field(
         validator=POSITIVE,
         default=1.0,
-        doc="an answer graded for longer makes way for another, and goes on with what the others "
-        "leave of the processors; not programs, which have sandbox.test_timeout_s",
+        doc="grading time in seconds after which another answer is started beside this one, which "
+        "continues at low priority; not of programs, which have sandbox.test_timeout_s",
     )
     correct: float = chz.field(validator=ANY_NUMBER, default=5.0, doc="reward of a correct answer")
     wrong: float = chz.field(validator=ANY_NUMBER, default=-5.0, doc="reward of any other answer")

@@ -155,7 +155,8 @@ def watch(child: int, control: socket.socket) -> int:
 
 def kernel_bytes(socket_bytes: int) -> int:
     """Return the bytes that no process's size includes: files in tmpfs, and full buffers of all
-    sockets."""
+    sockets.
+    """
     num_bytes = 0
     for folder in ("/tmp", "/dev/shm"):
         found = os.statvfs(folder)
@@ -169,7 +170,8 @@ def kernel_bytes(socket_bytes: int) -> int:
 
 def end_all_others() -> None:
     """Kill all remaining processes, so that they do not disturb the next job. Use it only in a
-    process namespace of its own."""
+    process namespace of its own.
+    """
     with suppress(ProcessLookupError):  # it left nothing
         os.kill(-1, signal.SIGKILL)
     with suppress(ChildProcessError):
@@ -254,7 +256,8 @@ class Wire:
 
 def encode(value: Any, keep=None):
     """Encode a value as JSON. Subclasses of plain types and numpy's types count as plain;
-    `keep(value)` names any other object."""
+    `keep(value)` names any other object.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -371,7 +374,8 @@ class ProgramFailed(Exception):
 
 class Remote:
     """Proxy of an object of the program that is not plain data. It can be called, read and
-    iterated, and is equal to itself only."""
+    iterated, and is equal to itself only.
+    """
 
     __slots__ = ("_ask", "_target")
 
@@ -413,7 +417,8 @@ class Remote:
 
 class Asking:
     """Execute one operation in the program: returns its result, applies its changes to the
-    arguments, or raises its exception."""
+    arguments, or raises its exception.
+    """
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -512,7 +517,8 @@ def end_late(*_: object) -> None:
 def is_tests_fault(error: BaseException, job: dict) -> bool:
     """Whether tests failed of their own: they do not compile, import what is not there, or use a
     name that nothing in them defines. A name that is defined somewhere and has no value is missing
-    because of what the program returned."""
+    because of what the program returned.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -550,13 +556,15 @@ def names_bound(*sources: str) -> set:
 
 def equal_exactly(came, expected) -> bool:
     """Whether a result is what was expected, as LiveCodeBench compares them: a tuple is taken for a
-    list."""
+    list.
+    """
     return (list(came) if isinstance(came, tuple) else came) == expected
 
 
 def equal(came, expected) -> bool:
     """Whether a result is what was expected: tuples as lists, floats within 1e-5, as LeetCode
-    compares them."""
+    compares them.
+    """
     if isinstance(came, list | tuple) and isinstance(expected, list):
         return len(came) == len(expected) and all(map(equal, came, expected))
     if isinstance(came, float | int) and isinstance(expected, float):

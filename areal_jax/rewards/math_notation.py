@@ -124,7 +124,8 @@ def _symbol(character: str) -> str:
 @lru_cache(1024)
 def to_latex(text: str) -> str:
     """Return the text as LaTeX in one spelling: without Unicode symbols, delimiters, sizes and
-    spacing; fractions braced."""
+    spacing; fractions braced.
+    """
     text = text.strip().removesuffix(".").strip()
     if not text.isascii():
         text = "".join(map(_symbol, text))

@@ -145,7 +145,7 @@ class Sandbox:
         self._user_id = user_id if self._is_alone and os.geteuid() == 0 else None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._job: Job | None = None
-        self._said, self._returncode, self._kernel_bytes, self._is_gone = b"", None, 0, False
+        self._unread, self._returncode, self._kernel_bytes, self._is_gone = b"", None, 0, False
         self._control, theirs = socket.socketpair()
         with theirs, ExitStack() as stack:
             command, passed = _python(), list[int]()
@@ -253,8 +253,8 @@ class Sandbox:
             self._take(deadline_s)
         if not self._is_ready:
             self._errors.seek(0)
-            said = self._errors.read(2000).decode("utf-8", errors="replace").strip()
-            raise SandboxUnavailable(said or f"no sign of life within {START_TIMEOUT_S:g} s")
+            errors = self._errors.read(2000).decode("utf-8", errors="replace").strip()
+            raise SandboxUnavailable(errors or f"it did not start within {START_TIMEOUT_S:g} s")
 
     def _take(self, deadline_s: float, also: Sequence[Sandbox] = ()) -> None:
         """Read messages of the harnesses and output of the jobs, once there are any, or at the
@@ -274,18 +274,18 @@ class Sandbox:
             if file in writers:
                 writers[file].read(file)
             else:
-                everyone[file]._hear()
+                everyone[file]._receive()
         if self._returncode is not None and self._job is not None:
             self._job.drain()
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         """Read messages of the harness."""
         try:
-            said = self._control.recv(4096)
+            received = self._control.recv(4096)
         except ConnectionError:
-            said = b""
-        self._is_gone = not said
-        *lines, self._said = (self._said + said).split(b"\n")
+            received = b""
+        self._is_gone = not received
+        *lines, self._unread = (self._unread + received).split(b"\n")
         for message in map(json.loads, lines):
             self._is_ready = self._is_ready or "ready" in message
             self._returncode = message.get("returncode", self._returncode)
@@ -360,7 +360,7 @@ def find_sandbox_command(config: SandboxConfig) -> str | None:
         return None
     if platform.machine() not in MACHINES:
         raise SandboxUnavailable(
-            "rewards.sandbox.isolation=bubblewrap knows the system calls of "
+            "rewards.sandbox.isolation=bubblewrap supports the system calls of "
             f"{' and '.join(MACHINES)}, this is {platform.machine()}; "
             "rewards.sandbox.isolation=limits runs programs without isolation"
         )

@@ -170,7 +170,7 @@ class RewardService:
     async def use(self, tool: str, argument: str) -> ToolResult:
         """Execute a tool call. Cancelling it kills its process.
 
-        A call that hangs or kills its process has a result that tells the policy so.
+        The result of a call that hangs or kills its process says so, for the policy to read.
 
         Raises:
             ValueError: The service does not have the tool.
@@ -228,7 +228,8 @@ class RewardService:
         self, process: GradingProcess, held: list[asyncio.Semaphore]
     ) -> AsyncIterator[None]:
         """Set the answer of the block aside after `rewards.patience_s`: its process continues at a
-        lower priority, and its place is free for another answer."""
+        lower priority, and its place is free for another answer.
+        """
 
         async def set_aside() -> None:
             await asyncio.sleep(self.config.patience_s)

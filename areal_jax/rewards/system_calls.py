@@ -66,7 +66,7 @@ DENIED = {
 """Numbers of the system calls that fail with EPERM, on x86_64 and aarch64."""
 
 CLONE3, NEWEST = 435, 462
-"""The same on both machines; the newest call that the table knows is `mseal`. Those of x32 have
+"""The same on both machines; the newest call in the table is `mseal`. Those of x32 have
 higher numbers yet."""
 
 NEW_NAMESPACES = 0x7E020000

@@ -41,7 +41,7 @@ PATIENCE = 0.9
 MAX_DETAIL_CHARS = 300
 
 
-class Finding(NamedTuple):
+class GradeFields(NamedTuple):
     """A grade. `RewardResult` is in a module that takes long to import."""
 
     kind: str
@@ -55,7 +55,7 @@ class Unprepared(Exception):
     """Computer algebra is needed and not imported."""
 
 
-Grader = Callable[[dict[str, Any], str], Finding]
+Grader = Callable[[dict[str, Any], str], GradeFields]
 Tools = dict[str, Callable[[str], tuple[str, str]]]
 
 
@@ -70,32 +70,41 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     _redirect_standard_streams()
     try:
-        grader = (
-            _custom_grader(settings["function"], settings["scale"])
-            if settings["function"]
-            else _grader_of_kind(settings)
-        )
-        grader = (
-            grader
-            if settings["form"] is None
-            else _in_form(re.compile(settings["form"], re.DOTALL), grader)
-        )
-        tools = _tools(settings) if settings["tools"] else {}
+        grader, tools = _load(settings)
     except (Exception, SystemExit) as error:
-        given = " ".join(
-            f"rewards.{name}={settings[name]}" for name in ("function", "form") if settings[name]
-        )
-        if settings["tools"]:
-            given += f" workflow.tools.names={','.join(settings['tools']['names'])}"
-            given += (
-                f" workflow.tools.documents={settings['tools']['documents']}"
-                if settings["tools"]["documents"]
-                else ""
-            )
-        reason = f"{given.strip()}: {type(error).__name__}: {error}".removeprefix(": ")
-        _say(control, {"error": "\n".join(filter(None, (reason, traceback_of(error))))})
+        reason = f"{_describe(settings)}: {type(error).__name__}: {error}".removeprefix(": ")
+        _send(control, {"error": "\n".join(filter(None, (reason, traceback_of(error))))})
         return
-    _say(control, {"status": "ready"})
+    _send(control, {"status": "ready"})
+    _fork_on_request(control, grader, tools, settings)
+
+
+def _load(settings: dict[str, Any]) -> tuple[Grader, Tools]:
+    """Load the grader and the tools; a user's own code may raise anything."""
+    grader = (
+        _custom_grader(settings["function"], settings["scale"])
+        if settings["function"]
+        else _grader_of_kind(settings)
+    )
+    if settings["form"] is not None:
+        grader = _in_form(re.compile(settings["form"], re.DOTALL), grader)
+    return grader, _tools(settings) if settings["tools"] else {}
+
+
+def _describe(settings: dict[str, Any]) -> str:
+    """Return the settings that name code or files of the user."""
+    given = [f"rewards.{name}={settings[name]}" for name in ("function", "form") if settings[name]]
+    if tools := settings["tools"]:
+        given.append(f"workflow.tools.names={','.join(tools['names'])}")
+        if tools["documents"]:
+            given.append(f"workflow.tools.documents={tools['documents']}")
+    return " ".join(given)
+
+
+def _fork_on_request(
+    control: socket.socket, grader: Grader, tools: Tools, settings: dict[str, Any]
+) -> None:
+    """Fork a grading process at each request of the service, until the service ends."""
     nursery_pid, own_children = (
         os.getpid(),
         {process.pid for process in psutil.Process().children()},
@@ -116,18 +125,18 @@ def main() -> None:
                     return _serve(socket.socket(fileno=files[0]), grader, tools, settings)
                 os.close(files[0])
                 own_children.add(pid)
-                _say(control, {"pid": pid})
+                _send(control, {"pid": pid})
             case {"do": "prepare"}:
-                _say(control, _prepare())
+                _send(control, _prepare())
             case {"do": "reap", "pid": pid}:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     own_children.remove(pid)
                     _end_orphans(own_children)
-                _say(control, {"returncode": os.waitstatus_to_exitcode(status) if ended else None})
+                _send(control, {"returncode": os.waitstatus_to_exitcode(status) if ended else None})
 
 
-def _say(to: socket.socket, message: dict[str, object]) -> None:
+def _send(to: socket.socket, message: dict[str, object]) -> None:
     to.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -184,7 +193,7 @@ def _serve(
                 )
             else:
                 found = _graded(grader, request["task"], request["text"])
-            _say(connection, {"number": request["number"], **found})
+            _send(connection, {"number": request["number"], **found})
 
 
 def _used(
@@ -215,7 +224,7 @@ def _graded(grader: Grader, task: dict[str, Any], text: str) -> dict[str, object
         # The user's function or a verifier on untrusted text; counted in rewards/failed and
         # rewards/grade/*. OSError is a fault of this machine or of a remote one.
         kind = "infrastructure" if isinstance(error, OSError) else "crashed"
-        finding = Finding(kind, _named(error), failed=True, trace=traceback_of(error))
+        finding = GradeFields(kind, _named(error), failed=True, trace=traceback_of(error))
     return {
         "kind": finding.kind,
         "detail": finding.detail[:MAX_DETAIL_CHARS],
@@ -242,29 +251,31 @@ def _grader_of_kind(settings: dict[str, Any]) -> Grader:
 
 def _in_form(form: re.Pattern[str], grader: Grader) -> Grader:
     return lambda task, text: (
-        grader(task, text) if form.fullmatch(text) else Finding("no_answer", "not in rewards.form")
+        grader(task, text)
+        if form.fullmatch(text)
+        else GradeFields("no_answer", "not in rewards.form")
     )
 
 
 def _math_grader(accept_plain: bool) -> Grader:
-    def grader(task: dict[str, Any], text: str) -> Finding:
+    def grader(task: dict[str, Any], text: str) -> GradeFields:
         answer, reference = extract_answer(text, accept_plain), task["answer"]
         if answer is None:
-            return Finding("no_answer")
+            return GradeFields("no_answer")
         correct = compare_plainly(answer, reference)
         if correct is None:
             if "math_verify" not in sys.modules:
                 raise Unprepared
             correct = compare_symbolically(answer, reference)
-        return Finding("correct" if correct else "wrong", answer)
+        return GradeFields("correct" if correct else "wrong", answer)
 
     return grader
 
 
-def _countdown_grader(task: dict[str, Any], text: str) -> Finding:
+def _countdown_grader(task: dict[str, Any], text: str) -> GradeFields:
     from areal_jax.rewards.countdown import grade_answer
 
-    return Finding(*grade_answer(task["answer"], text))
+    return GradeFields(*grade_answer(task["answer"], text))
 
 
 def _code_grader(sandbox: dict[str, Any]) -> Grader:
@@ -278,13 +289,13 @@ def _code_grader(sandbox: dict[str, Any]) -> Grader:
     bwrap = find_sandbox_command(config)
     programs = list[CodeGrader]()
 
-    def grader(task: dict[str, Any], text: str) -> Finding:
+    def grader(task: dict[str, Any], text: str) -> GradeFields:
         if not programs:
             # One in each grading process. A program that is too slow is stopped here, which needs
             # no new process.
             programs.append(CodeGrader(config, bwrap, PATIENCE * config.total_timeout_s))
         grade = programs[0].grade_answer(parse_tests(task["answer"]), text)
-        return Finding(grade.kind, grade.detail)
+        return GradeFields(grade.kind, grade.detail)
 
     return grader
 
@@ -321,10 +332,10 @@ def _custom_grader(function: str, scale: Literal["unit", "raw"]) -> Grader:
 
     own = adapt(load_function(function), finished)
 
-    def grader(task: dict[str, Any], text: str) -> Finding:
+    def grader(task: dict[str, Any], text: str) -> GradeFields:
         prompt = tuple(Message(**message) for message in task["prompt"])
         kind, score = graded(own(Task(**{**task, "prompt": prompt}), text), scale)
-        return Finding(kind, score=score)
+        return GradeFields(kind, score=score)
 
     return grader
 

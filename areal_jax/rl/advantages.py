@@ -251,7 +251,8 @@ def _custom(
 
 def _leave_one_out(rewards_G: Float[np.ndarray, "G"]) -> Float32[np.ndarray, "G"]:
     """r - mean of the others (RLOO, arXiv:2402.14740, equation 8) = G / (G - 1) (r - group
-    mean)."""
+    mean).
+    """
     size = len(rewards_G)
     return (size / max(size - 1, 1) * _centred(rewards_G)).astype(np.float32)
 
@@ -269,7 +270,8 @@ def _max_rl(rewards_G: Float[np.ndarray, "G"]) -> Float32[np.ndarray, "G"]:
 
 def _centred(rewards_G: Float[np.ndarray, "G"]) -> Float64[np.ndarray, "G"]:
     """r - mean of the group; exactly 0 if all are equal, though the mean of equal floats may differ
-    in the last bit."""
+    in the last bit.
+    """
     if len(rewards_G) == 0 or rewards_G.min() == rewards_G.max():
         return np.zeros(rewards_G.shape, np.float64)
     return rewards_G.astype(np.float64) - rewards_G.mean(dtype=np.float64)
@@ -279,7 +281,8 @@ def _batch_normalized(
     groups: Sequence[Sequence[Trajectory]], config: BatchNormalized
 ) -> list[list[Float32[np.ndarray, "_"]]]:
     """(R - mean) / (std + eps) with R each token's return, mean and std over the loss tokens of the
-    whole batch (AReaL, arXiv:2505.24298, section 5.1)."""
+    whole batch (AReaL, arXiv:2505.24298, section 5.1).
+    """
     # A sample whose tokens have equal returns contributes one value with their count.
     values, counts = [np.zeros(0)], [np.zeros(0)]
     for trajectory in chain.from_iterable(groups):
@@ -318,7 +321,8 @@ def _generalized(
     groups: Sequence[Sequence[Trajectory]], config: GAE
 ) -> list[list[Float32[np.ndarray, "_"]]]:
     """(A - mean) / (std + eps), mean and std over the loss tokens of the whole batch, or A
-    itself."""
+    itself.
+    """
     advantages = [
         [generalized_advantages(config, trajectory) for trajectory in group] for group in groups
     ]

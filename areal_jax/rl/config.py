@@ -151,7 +151,8 @@ class Loss:
 @chz.chz
 class ImportanceWeightedLoss(Loss, ABC):
     """An objective centred on the proximal policy, for tokens that an older policy may have
-    sampled."""
+    sampled.
+    """
 
     importance_weighting: ImportanceWeighting = chz.field(
         default_factory=Weighted, doc="importance weight of tokens that an older policy sampled"
@@ -278,7 +279,8 @@ class PPO(BehaveLoss):
 @chz.chz
 class GSPO(ProximalLoss):
     """GSPO (arXiv:2507.18071, equation 5): clips the sequence's ratio, the geometric mean of its
-    tokens' ratios."""
+    tokens' ratios.
+    """
 
     clip_eps: float = chz.field(
         validator=POSITIVE,
@@ -341,7 +343,8 @@ class CISPO(ProximalLoss):
 @chz.chz
 class M2PO(ImportanceWeightedLoss):
     """M2PO (arXiv:2510.01161): no clip; masks the tokens furthest from the policy that sampled
-    them, until the mean of log(proximal/behave)² over the mini-batch is at most a bound."""
+    them, until the mean of log(proximal/behave)² over the mini-batch is at most a bound.
+    """
 
     max_second_moment: float = chz.field(
         validator=POSITIVE,
@@ -358,7 +361,8 @@ class Reinforce(ProximalLoss):
 @chz.chz
 class CustomLoss(ProximalLoss, ABC):
     """A user-defined objective: a subclass that defines `gain` (see
-    experiments/own_objective.py)."""
+    experiments/own_objective.py).
+    """
 
     @abstractmethod
     def gain(self, ratio: Any, advantages: Any, logp: Any) -> Any:
@@ -442,7 +446,8 @@ class CustomAdvantages(Advantages, ABC):
 @chz.chz
 class LeaveOneOut(Advantages):
     """RLOO (arXiv:2402.14740): reward - mean of the other rewards of its group, the same on every
-    token."""
+    token.
+    """
 
 
 @chz.chz
@@ -459,7 +464,8 @@ class MaxRL(Advantages):
 @chz.chz
 class BatchNormalized(Advantages):
     """AReaL: the reward on every token, normalised over all loss tokens of the batch
-    (arXiv:2505.24298, section 5.1 and table 3)."""
+    (arXiv:2505.24298, section 5.1 and table 3).
+    """
 
     eps: float = chz.field(
         validator=POSITIVE, default=1e-5, doc="added to the standard deviation, in units of reward"
@@ -582,7 +588,8 @@ class Reference:
 @chz.chz
 class Teacher:
     """A frozen policy whose log-probs of the sampled tokens are distilled into the trained policy
-    (on-policy distillation)."""
+    (on-policy distillation).
+    """
 
     path: str = chz.field(
         doc="path of a policy with the same tokenizer, as in policy.path, such as RUN/policy of a "
@@ -638,7 +645,8 @@ class DPO(Preference):
 @chz.chz
 class IPO(Preference):
     """IPO (arXiv:2310.12036, equation 17), in nats per token: regresses the margin to
-    1 / (2 beta)."""
+    1 / (2 beta).
+    """
 
     beta: float = chz.field(
         validator=POSITIVE,
@@ -652,4 +660,5 @@ class IPO(Preference):
 @chz.chz
 class BradleyTerry(Preference):
     """A reward model instead of a policy: scores whole answers, the chosen one above the rejected
-    one."""
+    one.
+    """

@@ -147,7 +147,8 @@ def rejected_tokens(
 
 def binary_kl(logp: Float[Array, "*B T"], other_logp: Float[Array, "*B T"]) -> Float[Array, "*B T"]:
     """KL of two coins that show a token with probabilities p = e^logp and q = e^other_logp:
-    p log(p/q) + (1 - p) log((1-p)/(1-q))."""
+    p log(p/q) + (1 - p) log((1-p)/(1-q)).
+    """
     # Of a token with probability 1, rounding may make the log-prob positive.
     log_rest, other_log_rest = (
         jnp.log(-jnp.expm1(jnp.minimum(x, -1e-6))) for x in (logp, other_logp)

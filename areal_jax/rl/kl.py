@@ -39,7 +39,8 @@ def kl_penalty(
     action_mask: Bool[np.ndarray, "T"],
 ) -> Float64[np.ndarray, "T"]:
     """Compute token rewards -coefficient · k(log behave - log reference), 0 outside the action
-    mask."""
+    mask.
+    """
     log_ratio = np.where(action_mask, behave_logp.astype(np.float64) - reference_logp, 0.0)
     return -config.coefficient * np.asarray(kl_estimate(config.estimator, log_ratio))
 

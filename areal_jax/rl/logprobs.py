@@ -141,7 +141,8 @@ def _predict_backward(
     temperature: float, learns_entropy: bool, saved: tuple, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
     """d logp / d logits = [is target] - softmax and d entropy / d logits = -softmax (log softmax +
-    entropy), from recomputed logits: the residuals are [tokens], not [tokens, V]."""
+    entropy), from recomputed logits: the residuals are [tokens], not [tokens, V].
+    """
     hidden, head, targets, log_norm, entropy = saved
     d_logp, d_entropy = cotangents
     logits = _logits(hidden, head, temperature)

@@ -116,6 +116,8 @@ def policy_loss(
     where a token is rejected) and u = theta/proximal. A `BehaveLoss` does not read
     `proximal_logp`: its proximal policy is behave.
 
+    The function has more than 60 lines because it passes each objective its own settings.
+
     Args:
         config: the objective.
         logp: log-probs of the policy being trained (theta).
@@ -308,7 +310,8 @@ def _gated(
     log_ratio: Float[Array, "*B T"], advantages: Float[Array, "*B T"], config: SAPO
 ) -> Float[Array, "*B T"]:
     """(4/tau) sigmoid(tau (u - 1)) A (SAPO, arXiv:2511.20347, equation 6): its slope at u = 1 is A
-    for every tau."""
+    for every tau.
+    """
     tau = jnp.where(advantages > 0.0, config.temperature_positive, config.temperature_negative)
     # From ratio 64 on the gate is constant in float32; beyond, exp must not overflow.
     ratio = jnp.exp(jnp.minimum(log_ratio, math.log(64.0)))

@@ -22,7 +22,7 @@ from areal_jax.records import (
 
 
 @dataclass(slots=True, eq=False)
-class Calls:
+class JournaledGenerate:
     """One group's `generate`, with a journal of its completions.
 
     Calls have the ids of `CallIds`, so that concurrent turns find their own completions in the

@@ -39,7 +39,7 @@ from areal_jax.records import (
     Task,
 )
 from areal_jax.rollout.buffer import Buffer
-from areal_jax.rollout.calls import Calls, RewardCalls
+from areal_jax.rollout.calls import JournaledGenerate, RewardCalls
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.gate import Gate
 
@@ -134,7 +134,7 @@ class Rollouts:
         # The latest groups of which every reward or tool call failed, with the reason of their
         # rejection. If the run stops because of them, they are suspended instead, and graded again
         # on resuming.
-        self._ungraded: dict[int, tuple[SuspendedGroup, Calls, str]] = {}
+        self._ungraded: dict[int, tuple[SuspendedGroup, JournaledGenerate, str]] = {}
         self._stopped_grading = False
         # Groups that wait for the gate, oldest first: restored ones, or one whose kind has a
         # smaller bound than others. The feeder empties it before it takes a task.
@@ -142,7 +142,7 @@ class Rollouts:
         # Every running group as it was started, and its calls. Its asyncio task removes it when it
         # ends, without an await between that and the changes of gate and buffer, so that a snapshot
         # finds each group in one place.
-        self._running: dict[int, tuple[SuspendedGroup, Calls]] = {}
+        self._running: dict[int, tuple[SuspendedGroup, JournaledGenerate]] = {}
         # Owned by `run_rollouts`, which cancels and awaits them all: the feeder, and one asyncio
         # task for every running group.
         self._feeder: asyncio.Task[None] | None = None
@@ -244,7 +244,7 @@ class Rollouts:
 
     def _start(self, record: SuspendedGroup) -> None:
         min_version = self.gate.start(record.task.kind)
-        calls = Calls(
+        calls = JournaledGenerate(
             self._engine, min_version, self._sampling, self._seed, record.id, dict(record.calls)
         )
         self._running[record.id] = (record, calls)
@@ -255,7 +255,7 @@ class Rollouts:
         task.add_done_callback(self._group_tasks.discard)
         task.add_done_callback(self._ended)
 
-    async def _run(self, record: SuspendedGroup, calls: Calls) -> None:
+    async def _run(self, record: SuspendedGroup, calls: JournaledGenerate) -> None:
         grading = RewardCalls(self._grader)
         try:
             samples = await self._workflow(record.task, calls, grading)
@@ -310,7 +310,7 @@ class Rollouts:
             )
 
     def _record_ungraded(
-        self, record: SuspendedGroup, calls: Calls, reason: str, failure: RewardResult
+        self, record: SuspendedGroup, calls: JournaledGenerate, reason: str, failure: RewardResult
     ) -> None:
         """Count a group of which every reward or tool call failed; fail the buffer after too many
         in a row.

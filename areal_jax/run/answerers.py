@@ -27,8 +27,8 @@ from areal_jax.evaluation.remote import (
     MAX_CONNECTIONS,
     TOKEN_VARIABLE,
     ChatServer,
+    ModelServer,
     RequestSampling,
-    Server,
     TokenServer,
     probe_chat,
 )
@@ -49,7 +49,7 @@ Ask: TypeAlias = Callable[[int, Task], Awaitable[Sequence[Answer]]]
 
 
 @dataclass(frozen=True, eq=False)
-class Local:
+class LocalAnswerer:
     """A policy on this machine."""
 
     experiment: AnyExperiment
@@ -109,7 +109,7 @@ class Local:
 
 def find_local(
     experiment: AnyExperiment, checkpoint: RunCheckpoint | None, tasks: Sequence[Task]
-) -> Local:
+) -> LocalAnswerer:
     """Find the experiment's policy, or what a run has trained.
 
     Raises:
@@ -122,12 +122,13 @@ def find_local(
     )
     if problems := list(find_unreadable(experiment, decoding.policy.config, decoding.tokenizer)):
         raise ConfigError("\n".join(problems))
-    return Local(experiment, decoding)
+    return LocalAnswerer(experiment, decoding)
 
 
 def with_limits(experiment: AnyExperiment, tasks: Sequence[Task]) -> AnyExperiment:
     """The experiment with the limit on prompts that these tasks need, where it has none; warn of
-    tasks that will not fit."""
+    tasks that will not fit.
+    """
     limited = limit_prompts(experiment, eval_tasks=tasks)
     for warning in limited.warnings:
         print(f"areal_jax: warning: {warning}", file=sys.stderr)
@@ -135,11 +136,11 @@ def with_limits(experiment: AnyExperiment, tasks: Sequence[Task]) -> AnyExperime
 
 
 @dataclass(frozen=True, eq=False)
-class Remote:
-    """A server that speaks OpenAI's protocol."""
+class RemoteAnswerer:
+    """A server with OpenAI's protocol."""
 
     experiment: AnyExperiment
-    server: Server
+    server: ModelServer
     model: str
     tokenizer: HFTokenizer | None
     """The tokenizer of the server's policy; None: requests are text."""
@@ -178,7 +179,8 @@ class Remote:
     @asynccontextmanager
     async def answering(self, grader: RewardService) -> AsyncIterator[Ask]:
         """Send requests to the server until the block ends: through the experiment's workflow where
-        requests are tokens."""
+        requests are tokens.
+        """
         experiment = self.experiment
         with closing(self.server):
             if self.tokenizer is not None:
@@ -200,14 +202,14 @@ class Remote:
                 ).answers
 
 
-def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> Remote:
+def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> RemoteAnswerer:
     """Find the model of the server at a URL, and whether it takes tokens.
 
     Raises:
         ValueError: the server does not answer, refuses, has several models, or cannot do what the
             workflow needs.
     """
-    server = Server(url, os.environ.get(TOKEN_VARIABLE), experiment.engine.request_timeout_s)
+    server = ModelServer(url, os.environ.get(TOKEN_VARIABLE), experiment.engine.request_timeout_s)
     model = server.model()
     try:
         folder, ignored = (
@@ -221,11 +223,13 @@ def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> R
         if tokenizer and (
             found := asyncio.run(TokenServer.probe(server, model, tokenizer, tasks[0].prompt))
         ):
-            return Remote(
+            return RemoteAnswerer(
                 with_limits(experiment, tasks), server, model, tokenizer, found.sampling_mode
             )
         if isinstance(experiment.workflow, SingleTurn):
-            return Remote(experiment, server, model, None, asyncio.run(probe_chat(server, model)))
+            return RemoteAnswerer(
+                experiment, server, model, None, asyncio.run(probe_chat(server, model))
+            )
     except (InvalidRequest, RuntimeError) as error:
         raise ValueError(f"checkpoint={url}: {error}") from error
     raise ValueError(

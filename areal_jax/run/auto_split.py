@@ -1,5 +1,6 @@
 """placement.rollout_share=auto: trial steps, and the split of devices that balances generation and
-training."""
+training.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def balanced(plan: Plan, folder: Path) -> Plan:
 
 def on_trial(experiment: Experiment) -> Experiment:
     """The settings of trial steps: synchronous, so that stages do not overlap, without evaluations
-    and checkpoints."""
+    and checkpoints.
+    """
     return chz.replace(
         experiment,
         num_steps=NUM_STEPS,
@@ -123,7 +125,8 @@ def best_split(plan: Plan, generate_s: float, train_s: float) -> Plan:
 
 def split_at(plan: Plan, rollout: int, train: int) -> AnyExperiment:
     """The experiment with `rollout` and `train` devices, and as many slots on each decoding device
-    as in the plan."""
+    as in the plan.
+    """
     engine, before = plan.experiment.engine, plan.rollout_mesh.size
     return chz.replace(
         plan.experiment,

@@ -1,5 +1,6 @@
 """A run: everything that lives while a policy trains, built from a plan and closed in reverse
-order."""
+order.
+"""
 
 from __future__ import annotations
 
@@ -261,7 +262,10 @@ async def build_run(
     control: RunControl | None = None,
 ) -> AsyncIterator[Run[AnyVersions]]:
     """Build a run in this process, with engines and reward workers started, and close it at the end
-    of the block."""
+    of the block.
+
+    The function has more than 60 lines because it lists the parts in the order of their start.
+    """
     # Entered first, closed last: files outlive those who write to them.
     async with AsyncExitStack() as stack:
         store = CheckpointStore(folder / CHECKPOINTS, plan.experiment.checkpoint.keep)

@@ -1,5 +1,6 @@
 """Checkpoints and results of a run: the trainer's state, and policy, adapter and critic in files
-of their own."""
+of their own.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ class Checkpointer:
 
     def write_results(self, version: int) -> list[str]:
         """Write policy, adapter and critic as Hugging Face and PEFT folders, and wait for the
-        checkpoint that is being written; lines to show."""
+        checkpoint that is being written; lines to show.
+        """
         return list(self._results(version))
 
     def _results(self, version: int) -> Iterator[str]:
@@ -109,7 +111,8 @@ class Checkpointing:
 
     def save(self, version: int, state: RolloutState) -> None:
         """Start writing a checkpoint. Where it cannot be written, a warning is shown and training
-        continues: its samples are worth more."""
+        continues: its samples are worth more.
+        """
         beside = encode(state, {RUN_ID: read_plainly(self.folder / CONFIG_FILE)[0]})
         try:
             with self.recording.span(CHECKPOINT, f"version {version}"):

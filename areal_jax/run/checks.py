@@ -1,5 +1,6 @@
 """Refusals before a run starts: a plan whose parts do not fit together, and a run folder that
-disagrees with its checkpoint."""
+disagrees with its checkpoint.
+"""
 
 from __future__ import annotations
 

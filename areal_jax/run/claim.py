@@ -70,7 +70,8 @@ class FolderInUse(ConfigError):
 
 class Claim:
     """A claim that this process holds. `token` identifies the holder to processes that write for
-    it."""
+    it.
+    """
 
     def __init__(self, folder: Path, setting: str) -> None:
         """Take the claim.
@@ -166,7 +167,8 @@ class Claim:
 
     def _open(self, setting: str) -> tuple[int, bool]:
         """Open and lock the claim's file; its descriptor, and whether it is locked (False where the
-        file system has no locks)."""
+        file system has no locks).
+        """
         while True:
             with ExitStack() as undo:
                 fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -260,7 +262,8 @@ class Claim:
 @contextmanager
 def claimed(folder: Path, setting: str = "--run-folder") -> Iterator[Claim]:
     """Claim a folder, which is made where it does not exist, until the block ends. Raises as
-    `Claim`."""
+    `Claim`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     claim = Claim(folder, setting)
     try:
@@ -270,7 +273,7 @@ def claimed(folder: Path, setting: str = "--run-folder") -> Iterator[Claim]:
 
 
 def is_claimed(folder: Path) -> bool:
-    """Return whether a process holds the claim on a folder, as far as its lease tells."""
+    """Return whether a process holds the claim on a folder, judging by its lease."""
     path = folder / CLAIM
     found = read_lease(path)
     if not found:
@@ -302,7 +305,8 @@ def writable(folder: Path, setting: str) -> Iterator[None]:
 
 class Writer:
     """The lock of a process that writes to a claimed folder for the claim's holder. It outlives the
-    holder, but not the process."""
+    holder, but not the process.
+    """
 
     def __init__(self, folder: Path, token: str) -> None:
         """Lock the folder for writing.

@@ -302,7 +302,8 @@ async def start_trainers(
     claim_token: str | None,
 ) -> tuple[Trainers, Any]:
     """Start all trainer hosts until the stack ends, joined and ready; and the rollout state in
-    their checkpoint, packed."""
+    their checkpoint, packed.
+    """
     config = cluster.config
 
     async def host(number: int) -> Connection:
@@ -330,7 +331,8 @@ async def start_trainers(
 
 async def all_or_none(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """Run work concurrently; all results. Where one fails, the others are cancelled and awaited
-    before its error is raised."""
+    before its error is raised.
+    """
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -344,7 +346,8 @@ async def start_worker(
     cluster: Cluster, kind: Kind, number: int, role: str, *arguments: Any
 ) -> tuple[Connection, dict[str, Any]]:
     """Start a worker; its connection, and the facts that its role reports. Raises as
-    `Cluster.start` and `require_same_releases`."""
+    `Cluster.start` and `require_same_releases`.
+    """
     connection, facts = await cluster.start(kind, number, role, *arguments)
     try:
         require_same_releases(connection.name, facts)

@@ -1,5 +1,6 @@
 """An evaluation by the command line: answer the tasks that a folder lacks, grade, report, and
-resume after a stop."""
+resume after a stop.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +37,10 @@ from areal_jax.evaluation.scoring import answer_all
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.files import add_file_name
-from areal_jax.metrics.progress import Progress, facts_of_evaluation
+from areal_jax.metrics.progress import ProgressDisplay, facts_of_evaluation
 from areal_jax.records import Task
 from areal_jax.rewards.service import RewardService
-from areal_jax.run.answerers import Local, Remote, find_local, find_server
+from areal_jax.run.answerers import LocalAnswerer, RemoteAnswerer, find_local, find_server
 from areal_jax.run.callbacks import RunControl
 from areal_jax.run.claim import claimed, writable
 from areal_jax.run.grading import start_rewards
@@ -107,7 +108,7 @@ def run(
         f"temperature {config.temperature:g}; folder: {folder}"
     )
     with _opened(folder, settings, answerer.version) as answers:
-        progress = Progress(
+        progress = ProgressDisplay(
             headline,
             len(tasks),
             len(answers.found),
@@ -144,7 +145,7 @@ def _report(
     tasks: Sequence[Task],
     answers: AnswerFolder,
     failures: Mapping[int, Exception],
-    progress: Progress,
+    progress: ProgressDisplay,
 ) -> Results:
     """Write the report of the answers so far.
 
@@ -193,12 +194,13 @@ async def _answer(
     experiment: AnyExperiment,
     tasks: Sequence[Task],
     kinds: set[str],
-    answerer: Local | Remote,
+    answerer: LocalAnswerer | RemoteAnswerer,
     answers: AnswerFolder,
-    progress: Progress,
+    progress: ProgressDisplay,
 ) -> dict[int, Exception]:
     """Answer the remaining tasks, and write each answer at once; the errors of tasks that failed,
-    by index."""
+    by index.
+    """
     left = [(index, task) for index, task in enumerate(tasks) if index not in answers.found]
     if not left:
         return {}

@@ -60,7 +60,7 @@ def _find(
     model = read_model(experiment.policy, folder)
     if difference := tokenizer.describe_difference(HFTokenizer.from_folder(folder, ignored)):
         raise ValueError(
-            f"{setting}={config.path} speaks other tokens than "
+            f"{setting}={config.path} has other tokens than "
             f"policy.path={experiment.policy.path}: {difference}; name a policy with the same "
             "tokenizer"
         )

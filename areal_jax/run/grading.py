@@ -1,5 +1,6 @@
 """Grading of a run: the reward service, a trial of it before training, and its spans in the
-trace."""
+trace.
+"""
 
 from __future__ import annotations
 

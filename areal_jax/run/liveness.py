@@ -92,7 +92,8 @@ class Liveness:
 
     def cpu_s(self) -> float:
         """Processor time of the component that computes without reporting: the trainer in a step,
-        else the engines."""
+        else the engines.
+        """
         computing: Any = self.trainer if self.recording.active_spans else self.engine
         return computing.cpu_s if isinstance(computing, CpuTimeSource) else time.process_time()
 

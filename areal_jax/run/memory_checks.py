@@ -1,5 +1,6 @@
 """Whether the devices of a plan have enough memory, and the settings to change where they have
-not."""
+not.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ RESIDENT = ("frozen", "parameters", "optimizer", "weights")
 
 def find_shortage(plan: Plan) -> str:
     """The memory that is missing by the estimates, and the settings to change; empty where there is
-    enough, or where the memory is unknown."""
+    enough, or where the memory is unknown.
+    """
     needed, available = _compare_memory(plan, plan.train_bytes(), plan.rollout_bytes())
     if not needed > available > 0:
         return ""
@@ -26,7 +28,8 @@ def find_shortage(plan: Plan) -> str:
 
 def find_overflow(plan: Plan) -> str:
     """Why the devices, split as they are, cannot hold the policy; empty where they can, or where
-    the memory is unknown."""
+    the memory is unknown.
+    """
     train = {name: size for name, size in plan.train_bytes().items() if name in RESIDENT}
     rollout = {name: size for name, size in plan.rollout_bytes().items() if name in RESIDENT}
     needed, available = _compare_memory(plan, train, rollout)

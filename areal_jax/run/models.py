@@ -204,7 +204,8 @@ class DecodingPolicy:
 
     def load_base(self) -> EngineParams | None:
         """Load the frozen weights of an adapter in the engine's layout; None where all weights are
-        trained."""
+        trained.
+        """
         if not self.policy.lora:
             return None
         with config_errors():
@@ -214,7 +215,8 @@ class DecodingPolicy:
 
     def fingerprint(self) -> str:
         """Digest that identifies the weights: equal for copies of a folder. Reads a small part of
-        each file."""
+        each file.
+        """
         trained_files = []
         if self.checkpoint is not None:
             store = CheckpointStore(self.checkpoint.folder / CHECKPOINTS, keep=1)

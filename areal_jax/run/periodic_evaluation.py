@@ -42,7 +42,8 @@ class PeriodicEvaluation:
 
     async def evaluate(self, version: int) -> None:
         """Evaluate weights of `version` (pinned) or of at least `version`, where the experiment
-        evaluates."""
+        evaluates.
+        """
         if self.plan.experiment.evaluation.every_steps:
             await self._wait_for(version)
             await self._evaluate(version)
@@ -72,7 +73,8 @@ class PeriodicEvaluation:
 
     async def _wait_for(self, version: int) -> None:
         """Where evaluations are pinned, wait until all engines have the version, before a newer one
-        is published."""
+        is published.
+        """
         if self.plan.experiment.evaluation.pinned:
             await run_in_thread(
                 partial(self.weight_channel.wait_all_engines, version, WEIGHTS_TIMEOUT_S),

@@ -131,7 +131,8 @@ class Plan(TrainingPlan):
 
     def rollout_bytes(self) -> Memory:
         """Bytes that decoding takes on each device of its mesh: the weights, a second copy of the
-        trained ones during an update, and the KV caches."""
+        trained ones during an update, and the KV caches.
+        """
         if not self.decodes:
             return {}
         engine = self.engine

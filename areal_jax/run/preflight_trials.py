@@ -1,5 +1,6 @@
 """Trials of a preflight: scripts of a few tasks, each through the experiment's workflow, tools and
-verifier to a reward."""
+verifier to a reward.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from itertools import islice
 import numpy as np
 
 from areal_jax.config.experiment import Experiment
-from areal_jax.data.references import Reference, find_references
+from areal_jax.data.references import ReferenceAnswer, find_references
 from areal_jax.data.sources import TaskSet
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.errors import ConfigError, first_error
@@ -92,7 +93,7 @@ class Trials:
                 self.findings.append(Finding("eval_tasks", "graded answers", f"{error}", remedy))
             chosen = _choose(tasks.tasks)
             references = find_references(experiment.tasks, tasks.tasks, chosen)
-            by_kind: dict[str, list[tuple[Task, Reference | None]]] = {}
+            by_kind: dict[str, list[tuple[Task, ReferenceAnswer | None]]] = {}
             for index, reference in zip(chosen, references, strict=True):
                 task = tasks.tasks[index]
                 by_kind.setdefault(task.kind, []).append((task, reference))
@@ -106,7 +107,7 @@ class Trials:
     async def _try_kind(
         self,
         kind: str,
-        of_kind: Sequence[tuple[Task, Reference | None]],
+        of_kind: Sequence[tuple[Task, ReferenceAnswer | None]],
         service: RewardService,
         agents: Runner | None,
     ) -> None:

@@ -1,5 +1,6 @@
 """The limit on prompts: what an experiment's prompts and later turns need, and what will not
-fit."""
+fit.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from areal_jax.config.overrides import to_json
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.health import HealthMonitor
 from areal_jax.metrics.meters import Meters
-from areal_jax.metrics.progress import Progress
+from areal_jax.metrics.progress import ProgressDisplay
 from areal_jax.metrics.samples import TrainedSample
 from areal_jax.metrics.sinks import Sinks
 from areal_jax.metrics.trace import Trace
@@ -46,7 +46,7 @@ class Recording:
     folder: Path
     sinks: Sinks
     trace: Trace
-    progress: Progress
+    progress: ProgressDisplay
     health: HealthMonitor
     report_writer: ReportWriter
     rollout_log: RolloutLog | None = None
@@ -162,14 +162,14 @@ class Recording:
 
 def start_progress(
     stack: AsyncExitStack, plan: Plan, folder: Path, saved_version: int | None
-) -> Progress:
+) -> ProgressDisplay:
     """Show the headline and the progress of a run until the stack ends.
 
     Args:
         saved_version: of the checkpoint from which the run resumes.
     """
     experiment = plan.experiment
-    progress = Progress(
+    progress = ProgressDisplay(
         f"{headline(plan)}; run folder: {folder}",
         experiment.num_steps,
         saved_version or 0,
@@ -185,7 +185,7 @@ def start_recording(
     stack: AsyncExitStack,
     plan: Plan,
     folder: Path,
-    progress: Progress,
+    progress: ProgressDisplay,
     *,
     version: int | None,
     restored: Columns | None,

@@ -20,7 +20,7 @@ from areal_jax.errors import ConfigError
 from areal_jax.metrics import jsonl
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.meters import Meters
-from areal_jax.metrics.progress import Progress
+from areal_jax.metrics.progress import ProgressDisplay
 from areal_jax.metrics.sinks import Sinks
 from areal_jax.records import Group, StepResult
 from areal_jax.run.checkpointing import Checkpointer
@@ -81,7 +81,7 @@ def replay(plan: TrainingPlan, source: Path, folder: Path, until: int | None = N
         write_config(experiment, folder / CONFIG_FILE, "")
         store = CheckpointStore(folder / CHECKPOINTS, experiment.checkpoint.keep)
         stack.callback(store.close)
-        progress = Progress(
+        progress = ProgressDisplay(
             f"replay of {source} to version {len(digests)}; folder: {folder}",
             len(digests),
             0,

@@ -14,7 +14,7 @@ from jaxtyping import Int32
 
 from areal_jax.config.experiment import Experiment
 from areal_jax.data.code_tasks import parse_tests
-from areal_jax.data.references import Reference
+from areal_jax.data.references import ReferenceAnswer
 from areal_jax.data.tool_calls import ToolCall
 from areal_jax.protocols import Tokenizer
 from areal_jax.records import Completion, OnProgress, Task, with_stop_token
@@ -111,7 +111,7 @@ def write_answer(form: str, task: Task, answer: str) -> str:
     return form.replace("{boxed}", boxed).replace("{plain}", answer)
 
 
-def write_candidates(task: Task, reference: Reference) -> Iterator[tuple[str, Script]]:
+def write_candidates(task: Task, reference: ReferenceAnswer) -> Iterator[tuple[str, Script]]:
     """Write the reference answer in each of FORMS."""
     for form in FORMS:
         # A program without a block is also read, but only where nothing else is said.
@@ -120,7 +120,7 @@ def write_candidates(task: Task, reference: Reference) -> Iterator[tuple[str, Sc
 
 
 def write_scripts(
-    experiment: Experiment, task: Task, reference: Reference | None, form: str
+    experiment: Experiment, task: Task, reference: ReferenceAnswer | None, form: str
 ) -> Iterator[Script]:
     """Write the scripts of a task, except its exploits.
 
@@ -157,7 +157,7 @@ def write_scripts(
             yield Script(f"calls {tool}", turns, is_right, calls=(tool,))
 
 
-def write_exploits(task: Task, reference: Reference | None, form: str) -> Iterator[Script]:
+def write_exploits(task: Task, reference: ReferenceAnswer | None, form: str) -> Iterator[Script]:
     """Write the exploits of a task, in the frame of a form."""
     frame = form.replace("{boxed}", "{}").replace("{plain}", "{}")
     for name, text in find_exploits(task, _wrong_answer(task, reference)).items():
@@ -187,7 +187,7 @@ def _find_calls(turns: Iterable[str]) -> dict[str, None]:
     }
 
 
-def _wrong_answer(task: Task, reference: Reference | None) -> str:
+def _wrong_answer(task: Task, reference: ReferenceAnswer | None) -> str:
     if reference is not None and reference.wrong:
         return reference.wrong
     if task.kind == "code":
@@ -195,7 +195,7 @@ def _wrong_answer(task: Task, reference: Reference | None) -> str:
     return "0" if reference is None else reference.wrong
 
 
-def _argument(tool: str, task: Task, reference: Reference | None) -> str:
+def _argument(tool: str, task: Task, reference: ReferenceAnswer | None) -> str:
     """Argument of a call: a demonstration's, if one calls the tool."""
     for turns in () if reference is None else reference.demonstrations:
         for call in parse_calls(Tags(), turns[0].content, (tool,)):

@@ -111,7 +111,8 @@ def initial_weights(plan: TrainingPlan) -> tuple[Params, Params | None]:
 
 def initial_critic(plan: TrainingPlan) -> TrainableModel | None:
     """Load the critic of advantages=GAE: its own weights, or a trunk (by default the policy's) with
-    a fresh head; None where there is no critic."""
+    a fresh head; None where there is no critic.
+    """
     critic, folder, experiment = plan.critic, plan.critic_folder, plan.experiment
     if critic is None or folder is None:
         return None

@@ -102,7 +102,8 @@ class TrainerHost:
 
     async def contribution(self, after: int, timeout_s: float) -> Any:
         """References to this host's shards of its newest version above `after`; None where there is
-        none in time, and a reason as text where none is being published."""
+        none in time, and a reason as text where none is being published.
+        """
         if (
             found := await asyncio.to_thread(self._publisher.next_contribution, after, timeout_s)
         ) is not None:

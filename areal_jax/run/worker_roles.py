@@ -178,7 +178,8 @@ class EngineHost:
 
     def _news(self, name: str, completions: Sequence[Completion]) -> dict[int, Any]:
         """New tokens since the last report: by sample, the index of the first one, and the
-        tokens."""
+        tokens.
+        """
         reported, news = self._reported.get(name, []), dict[int, Any]()
         for sample, (start, sampled) in enumerate(zip(reported, completions, strict=False)):
             is_finished = sampled.stop_reason != "suspended"

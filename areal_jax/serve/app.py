@@ -140,7 +140,7 @@ class App:
         self.stopped = asyncio.Event()
         """Set when the engine has stopped."""
         self.http = web.Application(
-            middlewares=[self._counted, self._door_of_strangers],
+            middlewares=[self._counted, self._convert_errors],
             client_max_size=limits.max_body_bytes,
         )
         for prefix in ("", "/sessions/{session}"):
@@ -191,9 +191,7 @@ class App:
             self._metrics.request_seconds.observe(clock() - began_s)
 
     @web.middleware
-    async def _door_of_strangers(
-        self, request: web.Request, handler: Handler
-    ) -> web.StreamResponse:
+    async def _convert_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Convert every error of a request to an error response of OpenAI's API."""
         try:
             if self._num_running > self._limits.max_requests and request.method == "POST":
@@ -292,7 +290,7 @@ class App:
                 if chat.tools and not source.tokenizer.can_render_tools:
                     raise APIError(
                         400,
-                        f"the chat template of {source.model} tells the policy of no tools",
+                        f"the chat template of {source.model} has no tools",
                         param="tools",
                     )
                 return chat, source.prompt_of(chat)
@@ -391,10 +389,11 @@ class App:
                         await _send(response, chunk)
             except ConnectionError:
                 raise  # the client has left
-            except Exception as error:
+            except Exception as error:  # any error; counted in failed_streams
                 # The status is sent already: report the failure in the stream, and end it.
                 refused = self._refusal(first_error(error))
-                logger.warning("a stream broke off: %s", error, exc_info=refused.status == 500)
+                self._metrics.failed_streams.labels(endpoint=_endpoint(request)).inc()
+                logger.warning("stream failed: %s", error, exc_info=refused.status == 500)
                 await _send(response, refused.body())
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
@@ -435,13 +434,13 @@ class Choices:
             in_thread,
         )
         tokenizer = source.tokenizer
-        silent = frozenset((*tokenizer.stop_token_ids, *generation_params.stop_tokens))
+        skipped = frozenset((*tokenizer.stop_token_ids, *generation_params.stop_tokens))
         hold = TOOL_CALL_START if chat is not None and chat.tools else ""
         self._detokenizers = [
             StreamDetokenizer(
                 lambda tokens: tokenizer.decode(np.array(tokens, np.int32)),
                 generation_params.stops,
-                silent,
+                skipped,
                 hold,
             )
             for _ in range(generation_params.num_samples * len(prompts))
@@ -506,8 +505,7 @@ class Choices:
         return follow
 
     async def _end(self, completions: Sequence[Completion]) -> list[Part]:
-        """Report the complete answers to the backend; return the unsent rest of each
-        choice."""
+        """Report the complete answers to the backend; return the unsent rest of each choice."""
         num_tokens = sum(len(completion.tokens) for completion in completions)
         whole, rest = await self._in_thread(num_tokens, lambda: self._decoded(completions))
         n = self._generation_params.num_samples
@@ -528,15 +526,15 @@ class Choices:
             parsed = ParsedOutput(detokenizer.text, ())
             if detokenizer.held:
                 parsed = parse_hermes(detokenizer.text + detokenizer.held)
-            said, beside = parsed.content, parsed.content[len(detokenizer.text) :]
+            content, unsent = parsed.content, parsed.content[len(detokenizer.text) :]
             calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
             kept = completion.slice(0, detokenizer.num_tokens)
             finish = "stop" if detokenizer.is_stopped else completion.stop_reason
-            whole.append(Part(index, said, kept, finish, calls))
+            whole.append(Part(index, content, kept, finish, calls))
             rest.append(
                 Part(
                     index,
-                    text + beside,
+                    text + unsent,
                     kept.slice(before, detokenizer.num_tokens),
                     finish,
                     calls,

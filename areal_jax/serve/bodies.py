@@ -93,7 +93,7 @@ class GenerationParams:
     sampling: Mapping[str, Any]
     """Fields of `records.Sampling` that were given."""
     stop_tokens: tuple[int, ...]
-    """Beside those of the policy."""
+    """In addition to those of the policy."""
     include_logp: bool
     include_tokens: bool
 
@@ -115,8 +115,8 @@ class Texts:
 
 def require_key(shown: str, right: str, owner: str) -> None:
     """Refuse a bearer token that is not the right one."""
-    # In constant time: how long it takes tells nothing of the right one. Bytes of a header that are
-    # no text come as surrogates.
+    # In constant time, which reveals nothing about the right one. Bytes of a header that are not
+    # text are surrogates.
     shown_bytes, right_bytes = (key.encode(errors="surrogateescape") for key in (shown, right))
     if not hmac.compare_digest(shown_bytes, right_bytes):
         raise APIError(401, f"Incorrect API key provided: expected {owner}", code="invalid_api_key")

@@ -1,6 +1,6 @@
 """Responses as JSON objects of OpenAI's protocol, complete or streamed.
 
-Beside OpenAI's fields, with return_token_ids: `prompt_token_ids` of the answer (a list of lists for
+With return_token_ids, in addition to the fields of OpenAI: `prompt_token_ids` (a list of lists for
 several prompts), and `token_ids`, `versions` and `token_logprobs` of each choice, one entry for
 each token, stop tokens too.
 """
@@ -56,14 +56,15 @@ class Form:
 
     def whole(self, parts: Sequence[Part]) -> str:
         """The answer in one, as JSON; written choice by choice, as the objects of all take ten
-        times the memory."""
+        times the memory.
+        """
         kind = "chat.completion" if self.kind == "chat" else "text_completion"
         choices = ", ".join([_written(self._choice(part, "message")) for part in parts])
         before, after = self._frame(kind) | self._prompts(), {"usage": self.usage(parts)}
         return f'{_written(before)[:-1]}, "choices": [{choices}], {_written(after)[1:]}'
 
     def opening(self) -> list[dict[str, Any]]:
-        """What a stream begins with: who speaks."""
+        """Return the first chunks of a stream, with the role."""
         if self.kind == "text":
             return (
                 [self._chunk([]) | self._prompts()] if self.generation_params.include_tokens else []

@@ -38,6 +38,13 @@ class ServerMetrics:
             namespace=_PREFIX,
             registry=self.registry,
         )
+        self.failed_streams = Counter(
+            "failed_streams",
+            "Streams that ended with an error after their status was sent",
+            ("endpoint",),
+            namespace=_PREFIX,
+            registry=self.registry,
+        )
         self.request_seconds = Histogram(
             "request_seconds",
             "Request latency",

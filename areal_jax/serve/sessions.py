@@ -1,12 +1,12 @@
-"""Sessions of agents: the same protocol over a workflow's `generate`, with all that was sampled
-kept token for token.
+"""Sessions of agents: the same protocol over a workflow's `generate`, with a record of all sampled
+tokens.
 
-An agent sends the whole conversation with every call, as text. What the policy said in it earlier
-is found again by that text, and goes into the next prompt as the tokens that were sampled, whatever
-the tokenizer or the chat template would make of the text.
+An agent sends the whole conversation with every call, as text. Earlier answers of the policy are
+found by their text, and enter the next prompt as the sampled tokens: they are not tokenized or
+rendered again.
 
-What is trained is sampled as the run draws everything: an agent's own temperature, top_p, penalties
-and seed change nothing.
+Tokens are sampled with the run's own sampling parameters; an agent's temperature, top_p, penalties
+and seed have no effect.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Session:
     tokenizer: HFTokenizer
     _generate: Generate
     _max_new_tokens: int
-    _said: list[FinishedCall] = field(default_factory=list)
+    _finished: list[FinishedCall] = field(default_factory=list)
     _calls: list[tuple[Int32[np.ndarray, "_"], Completion]] = field(default_factory=list)
     # Requests in progress, which `close` cancels.
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -89,22 +89,22 @@ class Session:
             self._tasks.discard(task)
 
     def prompt_of(self, chat: Chat) -> Int32[np.ndarray, "P"]:
-        said = self._before(chat)
-        if said is None:
+        call = self._before(chat)
+        if call is None:
             return self.tokenizer.render(chat.turns, chat.tools)
-        answer = with_stop_token(said.completion.tokens, self.tokenizer.stop_token_ids)
-        more = self.tokenizer.render_next(chat.turns[len(said.turns) :], said.tools)
-        return np.concatenate([said.prompt, answer, more])
+        answer = with_stop_token(call.completion.tokens, self.tokenizer.stop_token_ids)
+        more = self.tokenizer.render_next(chat.turns[len(call.turns) :], call.tools)
+        return np.concatenate([call.prompt, answer, more])
 
     def _before(self, chat: Chat) -> FinishedCall | None:
         """Return the longest finished call that a conversation continues; None if it starts one."""
         turns = tuple(_normal(turn) for turn in chat.turns)
         before = [
-            said
-            for said in tuple(self._said)
-            if turns[: len(said.turns)] == said.turns and len(said.turns) < len(turns)
+            call
+            for call in tuple(self._finished)
+            if turns[: len(call.turns)] == call.turns and len(call.turns) < len(turns)
         ]
-        return max(before, key=lambda said: len(said.turns), default=None)
+        return max(before, key=lambda call: len(call.turns), default=None)
 
     def prompt_of_text(self, text: str) -> Int32[np.ndarray, "P"]:
         return self.tokenizer.encode_prompt(text)
@@ -136,7 +136,7 @@ class Session:
         tools = chat.tools if before is None else before.tools
         for part in parts:
             turns = (*chat.turns, message_of(part.text, part.calls))
-            self._said.append(
+            self._finished.append(
                 FinishedCall(tuple(_normal(turn) for turn in turns), tools, prompt, part.sampled)
             )
 

@@ -11,7 +11,7 @@ cache per token, and an engine or trainer of D devices:
 
 A step decodes N sequences with `context` tokens in all. A pair is a query and a key that it
 attends to. `passes` counts forward passes besides the update, which costs three: one for the
-proximal policy. `Packed` and `EvenSplit` model how long devices wait for each other.
+proximal policy. `PackedSchedule` and `EvenSplit` model how long devices wait for each other.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class EngineCosts:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedSchedule:
     """Micro-batches of equal token counts: devices wait only for their pipeline's stages.
 
     Stages hold equally many parameters. The first holds the embedding, which multiplies nothing, so
@@ -187,7 +187,7 @@ class TrainerCosts:
     passes: int = 1
     """Forward passes besides the update."""
     num_mini_batches: int = 4
-    layout: Packed | EvenSplit = field(default_factory=Packed)
+    layout: PackedSchedule | EvenSplit = field(default_factory=PackedSchedule)
 
     @property
     def fits(self) -> bool:
@@ -220,7 +220,7 @@ class TrainerCosts:
 
     def _forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
         flops = 2 * self.model.matmul_params * tokens + 4 * self.model.attention_width * pairs
-        if isinstance(self.layout, Packed) and self.layout.pipeline > 1:
+        if isinstance(self.layout, PackedSchedule) and self.layout.pipeline > 1:
             embedding = self.model.vocab_size * self.model.hidden_size
             flops *= 1 + embedding / (
                 self.model.num_params - (0 if self.model.tie_word_embeddings else embedding)
@@ -229,7 +229,7 @@ class TrainerCosts:
 
     def _waiting_s(self, lengths: Float[np.ndarray, "N"]) -> float:
         match self.layout:
-            case Packed(pipeline, tensor, size):
+            case PackedSchedule(pipeline, tensor, size):
                 pairs = size * float((lengths**2).sum() / 2 / lengths.sum())
                 stage_s = self._forward_s(float(size), pairs, pipeline * tensor)
                 return (pipeline - 1) * (3 * self.num_mini_batches + self.passes) * stage_s

@@ -22,7 +22,7 @@ from areal_jax.sim.engine import (
 from areal_jax.sim.lengths import Lengths
 
 
-class Fleet:
+class SimulatedFleet:
     """Simulated `protocols.Engine` over several engines; samples go to the least loaded one.
 
     The lengths of a request depend on its seed only; its tokens are zeros. It has more than 200

@@ -133,7 +133,7 @@ def _engine_times(spans: Iterable[Mapping[str, Any]]) -> tuple[float, float, flo
 
 
 @dataclass(frozen=True)
-class MeasuredEngine:
+class ConstantStepEngine:
     """An engine whose step time does not depend on the number of running sequences.
 
     Its program computes every slot.
@@ -170,8 +170,8 @@ class MeasuredStages:
     failures: Failures | None = None
 
     @property
-    def engine(self) -> MeasuredEngine:
-        return MeasuredEngine(self.times)
+    def engine(self) -> ConstantStepEngine:
+        return ConstantStepEngine(self.times)
 
     @property
     def rewards(self) -> Rewards:

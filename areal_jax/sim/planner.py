@@ -13,7 +13,7 @@ from areal_jax.sim.costs import BYTES_PER_TRAINED_WEIGHT, Efficiency, EngineCost
 from areal_jax.sim.engine import EngineBehavior
 from areal_jax.sim.hardware import Device, known_device
 from areal_jax.sim.lengths import LogNormal, capped_mean
-from areal_jax.sim.simulation import Cluster, Outcome, Workload, simulate
+from areal_jax.sim.simulation import Outcome, SimulatedCluster, Workload, simulate
 
 MIN_SEQUENCES = 8
 """Number of the longest sequences that an engine holds at least: fewer use its bandwidth badly."""
@@ -343,7 +343,7 @@ def _simulate_split(
         shrink -= 1
     groups = question.groups_per_batch // shrink
     slots = question.slots * tensor // engine_size(question, model)
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         model,
         known_device(question.device),
         rollout // shrink,

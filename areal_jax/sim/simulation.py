@@ -27,12 +27,12 @@ from areal_jax.sim.costs import (
     Efficiency,
     EngineCosts,
     EvenSplit,
-    Packed,
+    PackedSchedule,
     Rewards,
     TrainerCosts,
 )
 from areal_jax.sim.engine import EngineBehavior
-from areal_jax.sim.fleet import Fleet
+from areal_jax.sim.fleet import SimulatedFleet
 from areal_jax.sim.hardware import Device
 from areal_jax.sim.lengths import Lengths
 
@@ -105,7 +105,7 @@ class Stages(Protocol):
 
 
 @dataclass(frozen=True)
-class Cluster:
+class SimulatedCluster:
     """Devices by task, with data-sheet costs.
 
     A synchronous system may use the same devices for both tasks in turns.
@@ -116,7 +116,7 @@ class Cluster:
     rollout_devices: int
     train_devices: int
     devices_per_engine: int = 1
-    train_layout: Packed | EvenSplit = field(default_factory=Packed)
+    train_layout: PackedSchedule | EvenSplit = field(default_factory=PackedSchedule)
     efficiency: Efficiency = field(default_factory=Efficiency)
     behavior: EngineBehavior = field(default_factory=EngineBehavior)
     transfer: Staged | Barrier = field(default_factory=Staged)
@@ -207,7 +207,7 @@ def simulate(
 async def _simulate(
     stages: Stages, workload: Workload, num_steps: int, first_counted: int, seed: int
 ) -> Outcome:
-    fleet = Fleet(stages.engine, workload.lengths, stages.num_engines, stages.behavior)
+    fleet = SimulatedFleet(stages.engine, workload.lengths, stages.num_engines, stages.behavior)
     config = RolloutConfig(
         groups_per_batch=workload.groups_per_batch,
         samples_per_group=workload.samples_per_group,
@@ -274,7 +274,7 @@ def _count(
 def _outcome(
     taken: Sequence[_Batch],
     begin_s: float,
-    fleet: Fleet,
+    fleet: SimulatedFleet,
     spent_before: Mapping[str, float],
     rollouts: Rollouts,
 ) -> Outcome:
@@ -298,7 +298,7 @@ def _outcome(
     )
 
 
-async def _break(fleet: Fleet, failures: Failures, seed: int) -> None:
+async def _break(fleet: SimulatedFleet, failures: Failures, seed: int) -> None:
     """Fail random engines until cancelled.
 
     The minimum of n exponential times has 1/n of their mean.

@@ -51,7 +51,8 @@ class OptimizerConfig:
 @chz.chz
 class Critic:
     """What says, under advantages=GAE, how much reward is still to come: a policy with one number a
-    token for a head."""
+    token for a head.
+    """
 
     path: str | None = chz.field(
         default=None,

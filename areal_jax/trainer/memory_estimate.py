@@ -93,7 +93,8 @@ def _activations(
     config: TrainerConfig, model: ModelConfig, mesh: Mesh, compute_dtype: DTypeLike, row_tokens: int
 ) -> int:
     """Estimate the bytes that all layers save for the backward pass, and that one layer takes while
-    it is recomputed."""
+    it is recomputed.
+    """
     itemsize, tensor = jnp.dtype(compute_dtype).itemsize, mesh.shape["tensor"]
     tokens = config.rows_per_micro_batch * row_tokens // mesh.shape["context"]
     heads, kv_heads, width = model.num_attention_heads, model.num_key_value_heads, model.hidden_size
@@ -132,7 +133,8 @@ def _activations(
 
 def _gathered(policy: Policy, mesh: Mesh) -> int:
     """Estimate the bytes of one layer, embedding and head with their gradients, gathered over the
-    devices that hold other rows or tokens."""
+    devices that hold other rows or tokens.
+    """
     parts = num_shards(mesh, "embed", TRAIN_RULES)
     if parts == 1:
         return 0

@@ -53,7 +53,10 @@ def proximal_of(loss: Loss) -> Proximal:
 
 def policy_objective(config: TrainerConfig) -> Objective:
     """Return the policy loss, plus the KL to a reference and the loss on correct answers if the
-    settings have them."""
+    settings have them.
+
+    The function has more than 60 lines because the parts share one mask and one denominator.
+    """
     kl = None if config.reference is None else config.reference.kl
     columns: tuple[str, ...] = ()
     if isinstance(kl, KLInLoss):

@@ -143,7 +143,7 @@ def _unchanged(advantages: TokenValues) -> TokenValues:
 
 
 @dataclass(frozen=True, eq=False)
-class Contribution:
+class StageOutput:
     """What a stage adds to a step. By default nothing."""
 
     token_rewards: TokenValues | None = None
@@ -157,7 +157,7 @@ class Contribution:
     metrics: Mapping[str, float | Mean] = field(default_factory=dict)
 
 
-Stage: TypeAlias = Callable[[PackedRollouts], Contribution]
+Stage: TypeAlias = Callable[[PackedRollouts], StageOutput]
 """A pure function that adds to a step."""
 
 
@@ -268,7 +268,7 @@ def estimate_advantages(
     batch: RolloutBatch,
     config: TrainerConfig,
     limits: SampleLimits,
-    contributions: Sequence[Contribution],
+    contributions: Sequence[StageOutput],
 ) -> AdvantageEstimate:
     """Estimate the advantage of every token from rewards and from what the stages contribute."""
     trajectories = _trajectories(batch, config, limits, contributions)
@@ -293,7 +293,7 @@ def estimate_advantages(
     return AdvantageEstimate(advantages, trajectories, targets)
 
 
-def critic_values_of(contributions: Iterable[Contribution]) -> CriticValues | None:
+def critic_values_of(contributions: Iterable[StageOutput]) -> CriticValues | None:
     """Return the critic's values, if a stage contributes them."""
     return next((each.values for each in contributions if each.values is not None), None)
 
@@ -301,7 +301,7 @@ def critic_values_of(contributions: Iterable[Contribution]) -> CriticValues | No
 def policy_batches(
     packed: PackedRollouts,
     estimate: AdvantageEstimate,
-    contributions: Sequence[Contribution],
+    contributions: Sequence[StageOutput],
     learner: Learner,
 ) -> list[LearnerBatch]:
     """Return what the policy's updates read, by mini-batch.
@@ -349,7 +349,7 @@ def _positive_weights(batch: RolloutBatch, mini_batch: MiniBatch) -> list[float]
 def critic_batches(
     packed: PackedRollouts,
     estimate: AdvantageEstimate,
-    contributions: Sequence[Contribution],
+    contributions: Sequence[StageOutput],
     critic: Learner,
 ) -> list[LearnerBatch]:
     """Return what the critic's updates read, by mini-batch: its old values, and their targets."""
@@ -381,7 +381,7 @@ def _trajectories(
     batch: RolloutBatch,
     config: TrainerConfig,
     limits: SampleLimits,
-    contributions: Sequence[Contribution],
+    contributions: Sequence[StageOutput],
 ) -> list[list[Trajectory]]:
     """Return the samples with shaped rewards, and with the sum of contributed token rewards."""
 

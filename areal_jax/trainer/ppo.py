@@ -19,10 +19,10 @@ from areal_jax.trainer.critic import describe_values
 from areal_jax.trainer.forward import FrozenPolicy
 from areal_jax.trainer.pipeline import (
     AdvantageEstimate,
-    Contribution,
     PackedRollouts,
     SampleLimits,
     Stage,
+    StageOutput,
     check_groups,
     critic_batches,
     estimate_advantages,
@@ -120,7 +120,7 @@ class Trainer(Versions):
             check_groups(groups, self.config.num_mini_batches, self.version)
             batch = select_tokens(groups, self.version, self.limits)
             packed = pack_rollouts(batch, self.config, self.limits, self._learner)
-        contributions = list[Contribution]()
+        contributions = list[StageOutput]()
         for phase, stage in self._stages():
             with timer.phase(phase):
                 contributions.append(stage(packed))
@@ -180,7 +180,7 @@ class Trainer(Versions):
         self,
         packed: PackedRollouts,
         estimate: AdvantageEstimate,
-        contributions: Sequence[Contribution],
+        contributions: Sequence[StageOutput],
     ) -> list[list[Update]]:
         """Return, by mini-batch, the updates of policy and critic."""
         by_learner: list[list[Update]] = []

@@ -1,6 +1,6 @@
 """Stages of a trainer step: what reference, teacher, critic and proximal policy contribute to it.
 
-A stage is a function of the packed rollouts that returns a `Contribution`. The functions here
+A stage is a function of the packed rollouts that returns a `StageOutput`. The functions here
 become stages with `functools.partial`, which binds the other arguments.
 """
 
@@ -24,40 +24,40 @@ from areal_jax.trainer.forward import FrozenPolicy
 from areal_jax.trainer.objective import m2po_mask, proximal_of
 from areal_jax.trainer.pipeline import (
     Column,
-    Contribution,
     CriticValues,
     MiniBatch,
     PackedRollouts,
     RolloutBatch,
+    StageOutput,
     TokenValues,
 )
 from areal_jax.trainer.step import Learner
 
 
-def reference_in_loss(packed: PackedRollouts, reference: FrozenPolicy) -> Contribution:
+def reference_in_loss(packed: PackedRollouts, reference: FrozenPolicy) -> StageOutput:
     """Give the loss the log-probs of a reference."""
     columns = _frozen_columns(packed, reference)
     # Waited for, so that the time counts for this stage.
     jax.block_until_ready(columns)
-    return Contribution(columns={"reference_logp": columns})
+    return StageOutput(columns={"reference_logp": columns})
 
 
 def reference_in_reward(
     packed: PackedRollouts, reference: FrozenPolicy, kl: KLInReward
-) -> Contribution:
+) -> StageOutput:
     """Subtract a KL penalty from the reward of every sampled token."""
     logp = _frozen_logprobs(packed, reference)
 
     def penalty(sample: Sample, reference_logp: Float[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
         return kl_penalty(kl, sample.behave_logp, reference_logp, sample.loss_mask)
 
-    return Contribution(
+    return StageOutput(
         token_rewards=packed.batch.map_samples(penalty, logp),
         metrics={"kl_reference": _kl_from_behave(packed.batch, logp)},
     )
 
 
-def distillation(packed: PackedRollouts, teacher: FrozenPolicy, config: Teacher) -> Contribution:
+def distillation(packed: PackedRollouts, teacher: FrozenPolicy, config: Teacher) -> StageOutput:
     """Add log(teacher/behave), weighted, to the advantage of every sampled token."""
     logp = _frozen_logprobs(packed, teacher)
 
@@ -68,7 +68,7 @@ def distillation(packed: PackedRollouts, teacher: FrozenPolicy, config: Teacher)
             config, advantages, sample.behave_logp, teacher_logp, sample.loss_mask
         )
 
-    return Contribution(
+    return StageOutput(
         transform_advantages=lambda advantages: packed.batch.map_samples(
             distilled, advantages, logp
         ),
@@ -76,7 +76,7 @@ def distillation(packed: PackedRollouts, teacher: FrozenPolicy, config: Teacher)
     )
 
 
-def critic_values(packed: PackedRollouts, critic: Learner) -> Contribution:
+def critic_values(packed: PackedRollouts, critic: Learner) -> StageOutput:
     """Give the estimator of advantages the values of a critic.
 
     Raises:
@@ -92,7 +92,7 @@ def critic_values(packed: PackedRollouts, critic: Learner) -> Contribution:
             f"step {packed.batch.version}: the critic's values are not finite: it has diverged. "
             "Lower trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
         )
-    return Contribution(values=CriticValues(by_place, columns))
+    return StageOutput(values=CriticValues(by_place, columns))
 
 
 def reads_proximal(config: TrainerConfig) -> bool:
@@ -104,7 +104,7 @@ def reads_proximal(config: TrainerConfig) -> bool:
 
 def proximal_logprobs(
     packed: PackedRollouts, learner: Learner, config: TrainerConfig
-) -> Contribution:
+) -> StageOutput:
     """Give the loss the proximal log-probs, and the mask of the tokens that M2PO keeps.
 
     They are those of the parameters before the step.
@@ -112,7 +112,7 @@ def proximal_logprobs(
     among all tokens of a mini-batch, needs them before if that has several micro-batches.
     """
     if proximal_of(config.loss) != "recompute":
-        return Contribution()
+        return StageOutput()
     is_m2po = isinstance(config.loss, M2PO)
     logp: list[Column | None] = [
         _current_columns(mini_batch, learner)
@@ -121,7 +121,7 @@ def proximal_logprobs(
         for number, mini_batch in enumerate(packed.mini_batches)
     ]
     if not isinstance(config.loss, M2PO):
-        return Contribution(columns={"proximal_logp": logp})
+        return StageOutput(columns={"proximal_logp": logp})
     masks, kept, counted = list[Column | None](), 0.0, 0.0
     for mini_batch, column in zip(packed.mini_batches, logp, strict=True):
         if not column:
@@ -133,7 +133,7 @@ def proximal_logprobs(
         near = np.asarray(m2po_mask(config.loss, proximal.astype(np.float64), behave, mask))
         masks.append(learner.put_column(near))
         kept, counted = kept + float(near.sum()), counted + float(mask.sum())
-    return Contribution(
+    return StageOutput(
         columns={"proximal_logp": logp, "loss_mask": masks},
         metrics={"m2po_kept_fraction": Mean(kept, counted)},
     )

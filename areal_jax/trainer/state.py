@@ -67,7 +67,8 @@ def trained(policy: Policy) -> Trained:
 
 def frozen(policy: Policy, compute_dtype: DTypeLike) -> Params:
     """Return the shapes of the frozen parameters in the compute dtype: those under an adapter, else
-    none."""
+    none.
+    """
     return policy.abstract(compute_dtype) if policy.lora else {}
 
 

@@ -65,6 +65,14 @@ class RemoteTraceback(RuntimeError):
     """Traceback of an agent's error, formatted in its process."""
 
 
+def _failure(task: Task, error: BaseException) -> AgentFailed:
+    """Return the failure of an agent that raised an error."""
+    text = str(error)
+    if not isinstance(error.__cause__, RemoteTraceback):
+        text = f"{type(error).__name__}: {error}"
+    return AgentFailed(f"the agent on task {task.id} failed: {text}")
+
+
 class AgentWorkerDied(RuntimeError):
     """The worker process of an agent has ended."""
 
@@ -270,19 +278,13 @@ class AgentHost:
                     async with self._deadline(is_held=is_held) as deadline:
                         result = await self._run(task, session, place)
                 except TimeoutError as error:
-                    if deadline is not None and deadline.expired():
-                        line = (
-                            "" if place is None else await place.worker.retire_after(place.number)
-                        )
-                        raise TimeoutError(
-                            (
-                                f"the agent on task {task.id} has not ended within "
-                                f"workflow.timeout_s={self._config.timeout_s:g}"
-                            )
-                            + (f"; it was at {line}" if line else "")
-                        ) from error
-                    raise AgentFailed(
-                        f"the agent on task {task.id} failed: TimeoutError: {error}"
+                    if deadline is None or not deadline.expired():
+                        raise _failure(task, error) from error
+                    line = "" if place is None else await place.worker.retire_after(place.number)
+                    raise TimeoutError(
+                        f"the agent on task {task.id} has not ended within "
+                        f"workflow.timeout_s={self._config.timeout_s:g}"
+                        + (f"; it was at {line}" if line else "")
                     ) from error
                 except AgentWorkerDied as error:
                     if not error.was_alone:
@@ -292,17 +294,9 @@ class AgentHost:
                         is_alone, num_moves = is_alone or not is_moved, num_moves + is_moved
                         continue
                     raise AgentFailed(f"the agent on task {task.id} failed: {error}") from error
-                except (
-                    Exception
-                ) as error:  # untrusted code; counted in rollout/rejected/agent_failed
-                    if stopped:
-                        raise stopped[0] from error
-                    text = (
-                        str(error)
-                        if isinstance(error.__cause__, RemoteTraceback)
-                        else f"{type(error).__name__}: {error}"
-                    )
-                    raise AgentFailed(f"the agent on task {task.id} failed: {text}") from error
+                # Untrusted code; counted in rollout/rejected/agent_failed.
+                except Exception as error:
+                    raise (stopped[0] if stopped else _failure(task, error)) from error
                 return result, session.calls()
 
     async def _run(self, task: Task, session: Session, place: Place | None) -> Any:
@@ -372,7 +366,7 @@ async def guarded(*argv: str, **options: Any) -> AsyncIterator[asyncio.subproces
 class Place(NamedTuple):
     """An agent's worker and its number there."""
 
-    worker: Worker
+    worker: AgentWorker
     number: int
 
 
@@ -385,7 +379,7 @@ class Workers:
 
     def __init__(self, function: str, stall_s: float) -> None:
         self._function, self._stall_s = function, stall_s
-        self._workers = list[Worker]()
+        self._workers = list[AgentWorker]()
         self._changed = asyncio.Event()
         """Set when a worker may take an agent; the waiter clears it."""
         self._numbers = count()
@@ -432,7 +426,7 @@ class Workers:
         async with self._starting:
             if self._closed:
                 raise EngineStopped("the agent host is closed")
-            worker = Worker(self._changed)
+            worker = AgentWorker(self._changed)
             self._workers.append(worker)
             async with AsyncExitStack() as close_on_error:
                 close_on_error.push_async_callback(worker.close)
@@ -442,7 +436,7 @@ class Workers:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class AgentWorker:
     """Host's view of one worker process.
 
     It has more than 200 lines because every message of the process changes the same state.
@@ -481,7 +475,8 @@ class Worker:
     @property
     def is_stepping(self) -> bool:
         """Whether an agent's first step is within its limit, so that the worker may soon be
-        free."""
+        free.
+        """
         now_s = asyncio.get_running_loop().time()
         return (
             self._stepping is not None

@@ -38,14 +38,16 @@ _PERIOD_S = 0.5
 
 class Channel:
     """Writes messages to the host, from any thread, but not from a process that an agent
-    forked."""
+    forked.
+    """
 
     def __init__(self, out: int) -> None:
         self._out, self._pid, self._lock = out, os.getpid(), threading.Lock()
 
     def send(self, **message: Any) -> None:
         """Send a message. A forked copy of the worker exits instead: its agent runs in the
-        worker."""
+        worker.
+        """
         if os.getpid() != self._pid:
             os._exit(0)
         line = memoryview(json.dumps(message).encode() + b"\n")
@@ -56,7 +58,8 @@ class Channel:
 
 class Worker:
     """Runs agents. Its event loop is in the main thread; reader and watchdog have their own
-    threads."""
+    threads.
+    """
 
     def __init__(self, function: Callable[..., Any], channel: Channel, stall_s: float) -> None:
         self._function, self._channel, self._stall_s = function, channel, stall_s

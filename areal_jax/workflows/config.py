@@ -57,7 +57,8 @@ class SingleTurn(WorkflowConfig):
 @chz.chz
 class MultiTurn(WorkflowConfig):
     """A further attempt after every wrong answer. The attempts of a conversation are one sample,
-    graded by the last."""
+    graded by the last.
+    """
 
     max_turns: int = chz.field(
         validator=POSITIVE,
@@ -88,13 +89,15 @@ class CallFormat:
 @chz.chz
 class Hermes(CallFormat):
     """<tool_call>{"name": NAME, "arguments": {PARAMETER: ARGUMENT}}</tool_call>, the format of
-    Hermes and Qwen policies."""
+    Hermes and Qwen policies.
+    """
 
 
 @chz.chz
 class Tags(CallFormat):
     """<NAME>ARGUMENT</NAME>, as in Search-R1 (arXiv:2503.09516): the shortest format, for policies
-    without one of their own."""
+    without one of their own.
+    """
 
 
 @chz.chz

@@ -212,7 +212,8 @@ def refused_prompts(prompts: Prompts, turns: LaterTurns, limits: Limits) -> Iter
 
 def doubtful_prompts(prompts: Prompts, turns: LaterTurns, limits: Limits) -> Iterator[str]:
     """Yield warnings: prompts that do not fit these limits, with counts and the setting to
-    change."""
+    change.
+    """
     remedy, most = limits.remedy(prompts.longest, turns), limits.max_prompt_tokens
     limit = f"engine.max_prompt_tokens={most}"
     if too_long := sum(length > most for length in prompts.lengths):

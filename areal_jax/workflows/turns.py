@@ -100,7 +100,8 @@ class Turns:
 
     def _reward(self, grade: RewardResult, num_turns: int) -> float:
         """wrong + turn_discount^(turns - 1) (reward - wrong): a wrong answer never gains by more
-        turns."""
+        turns.
+        """
         wrong = self.rewards.wrong
         reward = grade.to_reward(self.rewards.correct, wrong, self.rewards.no_answer)
         if self.turn_discount == 1:

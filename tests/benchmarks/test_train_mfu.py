@@ -14,7 +14,7 @@ ROW_TOKENS = 512
 
 @pytest.mark.parametrize("lora_rank", [0, 8], ids=["all parameters", "adapter"])
 @pytest.mark.slow
-def test_work_is_what_xla_counts(lora_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operation_counts_match_xla(lora_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
         train_mfu.MODELS, "tiny", train_mfu.MODELS["tiny"] | {"num_hidden_layers": 2}
     )

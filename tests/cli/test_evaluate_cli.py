@@ -94,9 +94,7 @@ def test_the_files_of_an_evaluation_agree_with_each_other(embedded: Path) -> Non
 
 
 @pytest.mark.slow
-def test_twice_is_the_same_and_so_is_what_goes_on_after_a_kill(
-    embedded: Path, tmp_path: Path
-) -> None:
+def test_repeated_and_resumed_evaluations_are_equal(embedded: Path, tmp_path: Path) -> None:
     evaluate(tmp_path / "again")
     again = tmp_path / "again" / "samples.jsonl"
     assert (tmp_path / "again" / "results.json").read_bytes() == (
@@ -146,7 +144,7 @@ def test_a_problem_that_does_not_fit_counts_as_wrong(
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_what_the_next_one_goes_on_from(
+def test_killed_evaluation_is_resumed(
     embedded: Path, tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:
     command = [sys.executable, "-m", "areal_jax.evaluate", *SMALL, f"--folder={tmp_path}"]
@@ -203,7 +201,7 @@ def test_a_run_and_its_export_score_the_same(drifted: Path, embedded: Path, tmp_
 
 
 @pytest.mark.slow
-def test_an_adapters_run_scores_as_what_it_is_merged_to(tmp_path: Path) -> None:
+def test_adapter_run_scores_as_its_merged_policy(tmp_path: Path) -> None:
     policy, found = adapter()
     save_run(tmp_path / "run", found, "policy.lora.rank=2")
     hf.save(
@@ -224,7 +222,7 @@ def test_an_adapters_run_scores_as_what_it_is_merged_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_an_experiment_a_run_brings_its_own_settings(
+def test_evaluation_of_a_run_uses_its_settings(
     drifted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -235,7 +233,7 @@ def test_without_an_experiment_a_run_brings_its_own_settings(
 
 
 @pytest.mark.slow
-def test_a_benchmarks_file_is_asked_whole(tmp_path: Path) -> None:
+def test_benchmark_file_is_evaluated_completely(tmp_path: Path) -> None:
     rows = [
         {"question": f"Ann has {n} eggs and buys 2. How many?", "answer": f"{n} + 2\n#### {n + 2}"}
         for n in range(3)
@@ -330,7 +328,7 @@ def test_server_answers_as_tokens_or_text_and_requires_its_key(
     assert "expected an OpenAI-compatible server, found none" in capsys.readouterr().err
 
 
-def test_server_that_fails_at_tokens_gets_text_requests(
+def test_server_without_token_support_gets_text_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(asked, "RETRIES_S", (0.0,))
@@ -459,7 +457,7 @@ def test_the_commands_in_readme_and_experiments_are_accepted(
         assert main([*arguments, "--help"]) == 0, capsys.readouterr().err
 
 
-def test_what_the_embedded_policy_says_can_be_read(embedded: Path) -> None:
+def test_embedded_policy_answers_are_readable(embedded: Path) -> None:
     tokenizer = HFTokenizer.from_folder(EMBEDDED)
     assert all(
         "\\boxed" in text and tokenizer.encode(text).size

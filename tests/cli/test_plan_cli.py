@@ -23,7 +23,7 @@ SMALL = (
 )
 
 
-def test_a_plan_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_is_printed_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "plan.png"
     assert main(["model=qwen2.5-0.5b", *SMALL, "device=h800", f"figure={figure}"]) == 0
     shown = capsys.readouterr().out

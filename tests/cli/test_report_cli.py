@@ -57,7 +57,7 @@ def test_two_runs_are_compared_in_one_page(
     assert not (run_folder / "report.html").exists()
 
 
-def test_report_of_a_claimed_folder_says_that_the_run_goes_on(run_folder: Path) -> None:
+def test_report_of_a_claimed_folder_shows_running(run_folder: Path) -> None:
     with claimed(run_folder):
         assert main([str(run_folder)]) == 0
         assert '"state":"running"' in (run_folder / "report.html").read_text()

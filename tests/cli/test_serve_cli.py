@@ -34,7 +34,7 @@ from areal_jax.cli.serve import main, read_config
         (["engine.max_new_tokens=900", "simulated_devices=8"], "longer than the 1024 positions"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_name(
+def test_invalid_settings_are_refused_by_name(
     given: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main(given) == 2
@@ -61,10 +61,10 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.slow
-def test_a_signal_ends_it_while_it_loads(
+def test_signal_during_loading_ends_the_server(
     number: signal.Signals, tmp_path: Path, of_a_command: dict[str, str]
 ):
-    # A file of the policy that never ends: loading it takes for ever, in a thread that hears of
+    # A file of the policy that never ends: loading it takes for ever, in a thread that receives
     # nothing.
     endless = tmp_path / "config.json"
     os.mkfifo(endless)
@@ -89,7 +89,7 @@ def test_a_signal_ends_it_while_it_loads(
 
 
 @pytest.mark.slow
-def test_it_answers_until_a_signal(of_a_command: dict[str, str], tmp_path: Path):
+def test_server_answers_until_a_signal(of_a_command: dict[str, str], tmp_path: Path):
     given = [
         "port=0",
         "engine.num_slots=1",

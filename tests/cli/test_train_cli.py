@@ -179,7 +179,7 @@ def test_bad_input_shows_no_traceback(tmp_path: Path) -> None:
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
     ],
 )
-def test_a_bug_in_an_experiment_is_named_with_its_file_and_keeps_its_trace(
+def test_error_in_an_experiment_file_keeps_file_and_traceback(
     code: str, error: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "broken.py"
@@ -197,7 +197,7 @@ def started(folder: Path, *overrides: str) -> None:
     (folder / "metrics.jsonl").write_text('{"version":0}\n')
 
 
-def test_a_folder_that_holds_a_run_is_not_written_over(
+def test_folder_with_a_run_is_not_overwritten(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     started(tmp_path)
@@ -226,7 +226,7 @@ def test_resume_takes_the_newest_run_of_the_experiment(
 
 
 @pytest.mark.slow
-def test_a_start_that_failed_is_no_run(
+def test_failed_start_is_not_a_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -244,7 +244,7 @@ def test_a_start_that_failed_is_no_run(
 
 
 @pytest.mark.slow
-def test_a_refused_resume_leaves_the_runs_settings_alone(
+def test_refused_resume_keeps_the_run_settings(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -345,7 +345,7 @@ def test_broken_weights_are_one_message_and_exit_code_2(
 
 @pytest.mark.parametrize("folder", ["/etc/passwd", "/proc/x"])
 @pytest.mark.slow
-def test_a_run_folder_that_cannot_be_is_refused_by_its_option(
+def test_invalid_run_folder_error_names_its_option(
     folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--exp=aime", f"--run-folder={folder}"]) == 2

@@ -10,8 +10,8 @@ import pytest
 
 from areal_jax.data.code_tasks import (
     Asserts,
-    Calls,
     CodeTests,
+    FunctionCalls,
     Stdin,
     defined_names,
     format_tests,
@@ -87,7 +87,7 @@ PRIVATE = base64.b64encode(
             {**LIVE, "private_test_cases": '[{"input": "3", "output": "6"}]'},
             Stdin([("1\n", "2\n"), ("3", "6")], is_exact=True),
         ),
-        (LIVE_CALLS, Calls("add", [(([1], 2), [1, 2])], is_exact=True)),
+        (LIVE_CALLS, FunctionCalls("add", [(([1], 2), [1, 2])], is_exact=True)),
         (
             {
                 "question": "Q",
@@ -100,7 +100,7 @@ PRIVATE = base64.b64encode(
                 "question": "Q",
                 "input_output": '{"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]}',
             },
-            Calls("f", [([1, 2], 3)]),
+            FunctionCalls("f", [([1, 2], 3)]),
         ),
         ({"question": "What is 1+1?", "answer": "2"}, None),
     ],

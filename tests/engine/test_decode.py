@@ -34,7 +34,7 @@ def test_lengths_double_up_to_the_longest_sequence(most: int, lengths: list[int]
     assert doublings(32, most) == lengths
 
 
-def test_slot_records_survive_the_way_to_the_device_as_integers():
+def test_slot_records_are_packed_exactly():
     slots = empty_slots(3)
     slots[1] = (5, 6, 7, 1, (2**32 - 1, 3), 8, 0.7, 9, 0.25, 0.1, 0.5, -0.5, 1.5, 10, 11, range(8))
     integers = jnp.asarray(encode_slots(slots))
@@ -89,7 +89,7 @@ def test_every_sequence_is_prefilled_once_in_a_row_long_enough(monkeypatch: pyte
     assert shapes == [*prefills[:2], ("extend", 8, 128), *prefills[2:]]
 
 
-def test_a_program_for_other_shapes_is_an_error_and_not_a_compilation():
+def test_program_call_with_other_shapes_is_an_error():
     other = engine(
         CONFIG.__class__(num_slots=4, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=4)
     )
@@ -97,7 +97,7 @@ def test_a_program_for_other_shapes_is_an_error_and_not_a_compilation():
         engine().generate(laid_out(engine(), 0), other.init_state())
 
 
-def test_a_view_comes_to_any_length_by_way_of_those_between():
+def test_view_grows_through_all_lengths():
     long = engine(
         CONFIG.__class__(num_slots=2, max_prompt_tokens=600, max_new_tokens=8, steps_per_dispatch=4)
     )

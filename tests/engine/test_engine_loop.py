@@ -164,7 +164,7 @@ def test_sampling_depends_on_seed_sample_and_position_only():
 
 
 @pytest.mark.slow
-def test_draws_do_not_depend_on_slot_or_batch():
+def test_samples_do_not_depend_on_slot_or_batch():
     alone = [uninterrupted(request(f"r{i}", range(i, i + 6), seed=i))[0] for i in range(3)]
     crowd = [
         request(f"crowd{i}", (i, 1), num_samples=3, max_new_tokens=3 + i, seed=9) for i in range(5)
@@ -177,7 +177,7 @@ def test_draws_do_not_depend_on_slot_or_batch():
 
 
 @pytest.mark.slow
-def test_draws_do_not_depend_on_steps_per_dispatch_or_slots():
+def test_samples_do_not_depend_on_dispatch_or_slot_count():
     other = engine(
         CONFIG.__class__(num_slots=2, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=3)
     )
@@ -188,7 +188,7 @@ def test_draws_do_not_depend_on_steps_per_dispatch_or_slots():
 
 
 @pytest.mark.slow
-def test_draws_depend_on_seed_and_sample():
+def test_samples_depend_on_seed_and_index():
     [group] = uninterrupted(request(num_samples=2, seed=1))
     [[other]] = uninterrupted(request(seed=1 << 32 | 1))
     assert len({tuple(each.tokens) for each in (*group, other)}) == 3
@@ -196,7 +196,7 @@ def test_draws_depend_on_seed_and_sample():
 
 @pytest.mark.parametrize(("tensor"), [1, 2])
 @pytest.mark.slow
-def test_a_mesh_of_four_devices_draws_what_one_draws(tensor: int):
+def test_four_devices_sample_the_tokens_of_one(tensor: int):
     four = engine(CONFIG, devices=4, tensor=tensor)
     requests = [
         request(f"r{i}", range(3 + 2 * i), num_samples=3, seed=i, max_new_tokens=12)
@@ -212,7 +212,7 @@ def test_a_mesh_of_four_devices_draws_what_one_draws(tensor: int):
 # New weights in mid-sentence.
 
 
-def test_tokens_bear_the_version_that_drew_them():
+def test_tokens_have_the_version_that_sampled_them():
     # Looks 0, 1, 2, ... precede dispatches of 4 tokens: version 3 draws 0-7, version 7 draws 8-11,
     # version 8 the rest.
     [[completion]] = answer(engine(), Shelf(engine(), (0, 3, 0), (2, 7, 1), (3, 8, 2)), request())
@@ -230,7 +230,7 @@ def test_after_a_swap_every_logp_is_that_of_the_version_on_the_token():
         )
 
 
-def test_a_kept_cache_fails_that_check():
+def test_kept_cache_differs_from_a_rebuilt_one():
     kept = with_setting(engine(), on_update="keep")
     [group] = answer(kept, Shelf(kept, (0, 0, 0), (1, 1, 1), (3, 2, 2)), request(num_samples=6))
     for completion in group:
@@ -255,7 +255,7 @@ def test_a_swap_of_equal_weights_changes_no_bit(on_update: str):
 
 
 @pytest.mark.slow
-def test_a_rebuilt_cache_goes_on_as_the_old_one(monkeypatch: pytest.MonkeyPatch):
+def test_rebuilt_cache_continues_with_equal_tokens(monkeypatch: pytest.MonkeyPatch):
     [plain] = uninterrupted(request(num_samples=6))
     chosen = with_setting(engine())
     monkeypatch.setattr(chosen, "same_weights", lambda old, new: False)
@@ -286,7 +286,7 @@ async def metrics_of(engine_loop: EngineLoop, *requests: Request) -> dict[str, t
     return engine_loop.metrics()
 
 
-def test_a_groups_prompt_is_prefilled_once_however_many_slots_there_are():
+def test_group_prompt_is_prefilled_once_with_few_slots():
     # 20 samples in 8 slots: three waves, one prefill of all tokens but the last.
     measured = with_engine_loop(
         engine(), Shelf(engine(), (0, 0, 0)), lambda d: metrics_of(d, request(num_samples=20))
@@ -305,7 +305,7 @@ def test_new_weights_prefill_a_waiting_groups_prompt_again():
     assert measured["swaps"] == (2.0, 1.0)
 
 
-def test_samples_that_start_after_a_swap_are_drawn_by_the_new_weights():
+def test_samples_after_a_swap_use_the_new_weights():
     shelf = Shelf(engine(), (0, 0, 0), (1, 1, 1))
     [group] = answer(engine(), shelf, request(num_samples=10))
     for completion in group[8:]:
@@ -447,7 +447,7 @@ def test_suspended_and_resumed_is_uninterrupted(elsewhere: bool):
         assert set(after.versions[len(before.tokens) :]) <= {9 if elsewhere else 0}
 
 
-def test_a_resumed_request_that_is_finished_comes_back_at_once():
+def test_finished_resumed_request_returns_immediately():
     [finished] = uninterrupted(request(num_samples=2))
     [again] = uninterrupted(request(num_samples=2, resume=tuple(finished)))
     assert [each is before for each, before in zip(again, finished, strict=True)] == [True, True]
@@ -477,7 +477,7 @@ def test_a_cancelled_request_frees_its_slots():
     assert measured["tokens"] == (2 * 4 * 8 + 2 * 20, 1.0)
 
 
-def test_a_cancelled_request_draws_nothing_more():
+def test_cancelled_request_samples_no_more_tokens():
     shelf = stopped_after(1)
 
     async def act(engine_loop: EngineLoop):
@@ -521,7 +521,7 @@ def test_a_timeout_names_the_request_and_the_version_it_needs():
     assert len(with_engine_loop(hasty, Shelf(engine(), (0, 0, 0)), act)) == 1
 
 
-def test_a_deadline_that_passes_while_the_device_runs_ahead_is_kept():
+def test_deadline_is_kept_while_dispatches_run_ahead():
     hasty = with_setting(engine(), request_timeout_s=0.3)
     shelf = Shelf(engine(), (0, 0, 0))
     shelf.pause_at(2)
@@ -556,7 +556,7 @@ def test_a_deadline_that_passes_while_the_device_runs_ahead_is_kept():
         (request(num_samples=0), r"num_samples=0"),
     ],
 )
-def test_a_request_beyond_the_limits_is_refused_with_the_knob(refused: Request, words: str):
+def test_request_above_limits_names_the_setting(refused: Request, words: str):
     async def act(engine_loop: EngineLoop):
         with pytest.raises(InvalidRequest, match=words):
             engine_loop.submit(refused)
@@ -583,7 +583,7 @@ def test_a_request_beyond_the_limits_is_refused_with_the_knob(refused: Request, 
         *(("stop_token_ids", value) for value in ((2**31,), (-1,))),
     ],
 )
-def test_what_the_device_could_not_hold_is_refused_where_it_is_asked(field: str, value: Any):
+def test_unrepresentable_parameters_are_refused_at_submit(field: str, value: Any):
     bad = request()
     bad = replace(bad, sampling=replace(bad.sampling, **{field: value}))
 
@@ -595,7 +595,7 @@ def test_what_the_device_could_not_hold_is_refused_where_it_is_asked(field: str,
 
 
 @pytest.mark.slow
-def test_what_the_device_can_just_hold_is_drawn_in_numbers():
+def test_extreme_sampling_parameters_are_accepted():
     extremes: list[dict[str, Any]] = [
         {"top_k": MAX_TOP_K},
         *({"temperature": value} for value in (1e-6, 1e6)),
@@ -613,7 +613,7 @@ def test_what_the_device_can_just_hold_is_drawn_in_numbers():
 
 
 @pytest.mark.slow
-def test_an_id_in_use_is_refused():
+def test_request_id_in_use_is_refused():
     async def act(engine_loop: EngineLoop):
         first, second = engine_loop.submit(request()), engine_loop.submit(request())
         engine_loop.start()
@@ -631,7 +631,7 @@ def test_slots_must_divide_over_the_devices():
         engine(CONFIG.__class__(num_slots=6), devices=4)
 
 
-def test_a_driver_that_dies_fails_all_who_wait_and_all_who_come():
+def test_engine_failure_fails_waiting_and_later_requests():
     shelf = Shelf(engine(), (0, 0, 0))
     shelf.fails_at = 2
 
@@ -656,7 +656,7 @@ def test_a_driver_that_dies_fails_all_who_wait_and_all_who_come():
     with_engine_loop(engine(), shelf, act)
 
 
-def test_a_driver_that_dies_of_a_request_fails_that_one_too(monkeypatch: pytest.MonkeyPatch):
+def test_engine_failure_fails_the_request_that_caused_it(monkeypatch: pytest.MonkeyPatch):
     def burst(pending: Any) -> None:
         raise MemoryError("not enough resources for the request")
 
@@ -671,7 +671,7 @@ def test_a_driver_that_dies_of_a_request_fails_that_one_too(monkeypatch: pytest.
     with_engine_loop(engine(), Shelf(engine(), (0, 0, 0)), act)
 
 
-def test_closing_fails_what_is_unfinished(monkeypatch: pytest.MonkeyPatch):
+def test_closing_fails_unfinished_requests(monkeypatch: pytest.MonkeyPatch):
     shelf = stopped_after(1)
 
     async def act(engine_loop: EngineLoop):
@@ -723,7 +723,7 @@ def test_nothing_is_compiled_after_warm_up():
     assert warm.num_programs == before
 
 
-def test_costlier_programs_are_asked_for_only_while_a_live_slot_needs_them():
+def test_shaped_sampling_programs_run_only_when_needed():
     table = SlotTable(num_slots=3, max_new_tokens=20, steps_per_dispatch=4)
     table.assign_slot(Sequence(request(), 0, slot=0))
     table.assign_slot(Sequence(request(temperature=0.0, top_k=3, top_p=0.5), 0, slot=1))
@@ -764,7 +764,7 @@ def test_bookkeeping_runs_no_python_per_token_or_slot():
 
 
 @pytest.mark.parametrize("num_before", [0, 3])
-def test_the_end_of_an_answer_is_read_alone(num_before: int):
+def test_only_the_end_of_an_answer_is_read(num_before: int):
     table = SlotTable(num_slots=2, max_new_tokens=20, steps_per_dispatch=4)
     before = np.arange(num_before, dtype=np.int32)
     reported = TopLogprobs(np.tile(before[:, None], 2), np.zeros((num_before, 2), np.float32))
@@ -797,7 +797,7 @@ def test_the_end_of_an_answer_is_read_alone(num_before: int):
             np.testing.assert_array_equal(mine, theirs)
 
 
-def test_metrics_count_what_happened_and_start_anew():
+def test_metrics_are_reset_after_each_read():
     shelf = Shelf(engine(), (0, 0, 0), (2, 1, 1))
 
     async def act(engine_loop: EngineLoop):
@@ -876,7 +876,7 @@ def test_arriving_weights_prevent_running_ahead():
     assert overlaps(events) == [True, False, True, True]
 
 
-def test_a_dispatch_in_which_every_slot_has_ended_draws_nothing():
+def test_dispatch_with_finished_slots_samples_no_tokens():
     warm = engine()
     table = SlotTable(num_slots=8, max_new_tokens=20, steps_per_dispatch=4)
     table.assign_slot(Sequence(request(max_new_tokens=4), 0, slot=0))
@@ -891,7 +891,7 @@ def test_a_dispatch_in_which_every_slot_has_ended_draws_nothing():
 
 
 @pytest.mark.slow
-def test_events_tell_what_the_thread_did():
+def test_events_record_dispatches_and_swaps():
     events = events_of(Shelf(engine(), (0, 0, 0), (1, 1, 1)), request(max_new_tokens=8))
     assert [name for name, _, _ in events] == ["swap", "prefill", "dispatch", "swap", "dispatch"]
     assert all(start <= end for _, start, end in events)
@@ -930,7 +930,7 @@ def slow_engine() -> Slow:
 
 @pytest.mark.timeout(120)
 @pytest.mark.slow
-def test_other_requests_go_on_while_programs_are_compiled():
+def test_requests_continue_during_compilation():
     slow = slow_engine()
     shelf = Shelf(slow, (0, 0, 0))
 
@@ -952,7 +952,7 @@ def test_other_requests_go_on_while_programs_are_compiled():
 
 @pytest.mark.timeout(120)
 @pytest.mark.slow
-def test_closing_ends_what_waits_for_programs():
+def test_closing_ends_requests_that_wait_for_programs():
     slow = slow_engine()
 
     async def main(engine_loop: EngineLoop) -> None:

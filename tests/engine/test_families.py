@@ -48,9 +48,7 @@ EXPERTS = {
     ("family", "tensor"), [(WINDOW, 1), (EXPERTS, 2)], ids=["window", "experts"]
 )
 @pytest.mark.slow
-def test_tokens_are_drawn_with_the_logp_of_a_full_forward(
-    family: dict[str, object], tensor: int
-) -> None:
+def test_sampled_logp_matches_a_full_forward(family: dict[str, object], tensor: int) -> None:
     policy = Policy(ModelConfig.from_hf(SIZES | family, source="a test"))
     rng = np.random.default_rng(0)
     params = jax.tree.map(

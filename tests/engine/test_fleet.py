@@ -84,7 +84,7 @@ def assert_same(ours: Sequence[Completion], theirs: Sequence[Completion]) -> Non
 
 
 @pytest.mark.slow
-def test_two_engines_draw_what_one_draws_and_share_the_work() -> None:
+def test_two_engines_sample_the_tokens_of_one() -> None:
     requests = [request(f"r{i}", (3 + i, 7, 1), num_samples=2, seed=i) for i in range(8)]
 
     async def main(
@@ -112,7 +112,7 @@ def test_two_engines_draw_what_one_draws_and_share_the_work() -> None:
     assert [measures["tokens"] for measures in each] == [(160.0, 1.0)] * 2
 
 
-def test_measures_of_all_are_sums_of_counts_and_means_of_means() -> None:
+def test_engine_metrics_are_summed_or_averaged() -> None:
     async def main(together: Fleet, engine_loops: list[Noting]) -> dict[str, Any]:
         await asyncio.gather(
             *(
@@ -130,7 +130,7 @@ def test_measures_of_all_are_sums_of_counts_and_means_of_means() -> None:
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on_where_it_began_unless_that_engine_is_busy() -> None:
+def test_conversation_stays_on_its_engine_unless_it_is_busy() -> None:
     rng = np.random.default_rng(0)
     prefixes = [rng.integers(0, 64, 2 * BLOCK_TOKENS) for _ in range(4)]
 

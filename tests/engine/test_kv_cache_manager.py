@@ -108,7 +108,7 @@ def test_results_do_not_depend_on_request_order_or_preemption():
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_keep_the_slots_busy_and_little_memory_empty():
+def test_thousand_requests_keep_slots_and_memory_busy():
     one = paged(num_slots=64, max_new_tokens=200)
     one.warm_up()
     num_programs, rng = one.num_programs, np.random.default_rng(0)
@@ -176,7 +176,7 @@ def test_a_thousand_requests_keep_the_slots_busy_and_little_memory_empty():
     ("reader", "devices", "tensor"), [("plain", 1, 1), ("plain", 4, 2), ("view", 4, 2)]
 )
 @pytest.mark.slow
-def test_reading_pages_draws_what_reading_a_view_draws(reader: Reader, devices: int, tensor: int):
+def test_page_and_view_readers_sample_equal_tokens(reader: Reader, devices: int, tensor: int):
     requests = workload(10)
     one = paged(reader, devices, tensor, kv_tokens=(devices // tensor) * 8 * 30)
     shelf = [(0, 0, 0), (3, 1, 1), (6, 2, 2)]
@@ -196,7 +196,7 @@ def test_reading_pages_draws_what_reading_a_view_draws(reader: Reader, devices: 
             np.testing.assert_allclose(completion.logp, expected_logp, atol=1e-4)
 
 
-def test_a_second_turn_prefills_only_what_is_new():
+def test_second_turn_prefills_only_new_tokens():
     roomy = paged()
     first = request("first", range(40), max_new_tokens=20, seed=1)
 
@@ -273,7 +273,7 @@ def test_kept_caches_are_for_live_sequences_only(kv_tokens: int, num_live: int):
 
 
 @pytest.mark.slow
-def test_a_long_prompt_comes_in_chunks_between_which_the_others_draw():
+def test_chunked_prefill_interleaves_with_decoding():
     one = paged(prefill_chunk_tokens=16)
     events: list[tuple[str, int]] = []
 
@@ -318,7 +318,7 @@ def test_a_long_prompt_comes_in_chunks_between_which_the_others_draw():
             )
 
 
-def test_a_memory_too_small_for_one_sequence_is_refused_with_the_knob():
+def test_kv_memory_below_one_sequence_is_refused():
     with pytest.raises(
         ValueError, match=r"engine.kv_tokens=96 .*= 100; set engine.kv_tokens to at least 112"
     ):

@@ -68,7 +68,7 @@ def logprobs(params: Params, tokens: jax.Array) -> jax.Array:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_only_the_adapter_travels_and_every_token_is_drawn_beside_the_base(placement: str) -> None:
+def test_weight_updates_transfer_only_the_adapter(placement: str) -> None:
     config, num_devices = PLACEMENTS[placement]
     meshes = make_meshes(config, jax.devices()[:num_devices])
     engine = DecodeEngine(ADAPTED, meshes.rollout, CONFIG, jnp.float32)

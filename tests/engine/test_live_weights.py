@@ -75,7 +75,7 @@ def test_logp_is_that_of_the_token_version_while_a_trainer_publishes():
 
 @pytest.mark.parametrize(("dtype", "most"), [(jnp.float32, 1e-4), (jnp.bfloat16, 0.01)])
 @pytest.mark.slow
-def test_engine_and_trainer_agree_and_go_on_agreeing_over_thirty_swaps(dtype: type, most: float):
+def test_engine_and_trainer_logprobs_agree_over_thirty_swaps(dtype: type, most: float):
     # Eight answers of 31 tokens, all under way when each of 30 versions comes: their caches are
     # rebuilt 30 times.
     config = CONFIG.__class__(

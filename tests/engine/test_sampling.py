@@ -41,7 +41,7 @@ def numbers(count: int, seed: int = 0) -> np.ndarray:
     )[0]
 
 
-def test_a_draw_inverts_the_cumulative_distribution():
+def test_sampling_inverts_the_cumulative_distribution():
     # Cumulative: 0.1, 0.3, 0.6, 1.0.
     token, logp = sample_tokens(
         log(0.1, 0.2, 0.3, 0.4), np.array([0.0, 0.05, 0.15, 0.29, 0.31, 0.59, 0.61, 0.9999999])
@@ -158,7 +158,7 @@ def test_tokens_are_counted_in_each_sequence():
     assert counts.tolist() == [[1, 0, 2, 0], [0, 0, 0, 1]]
 
 
-def test_penalties_are_those_of_their_formulas():
+def test_penalties_match_their_formulas():
     # Tokens 1 and 2 were sampled once and three times, token 3 is in the prompt alone.
     logits = np.array([[2.0, 2.0, -1.0, 4.0, -3.0]], np.float32)
     in_prompt, sampled = (
@@ -175,7 +175,7 @@ def test_penalties_are_those_of_their_formulas():
     ).all()
 
 
-def test_forbidden_tokens_cannot_be_drawn():
+def test_forbidden_tokens_are_not_sampled():
     found = jax.jit(sampling.forbid)(
         np.zeros((2, 4), np.float32), np.array([[1, -1], [1, 3]], np.int32), np.array([True, False])
     )
@@ -192,7 +192,7 @@ def test_the_most_likely_tokens_come_with_their_logp():
     np.testing.assert_allclose(greedy, np.log([[0.4]]), rtol=1e-5)
 
 
-def test_of_equal_logits_the_lower_tokens_are_kept():
+def test_equal_logits_keep_the_lower_token_ids():
     filtered = keep_most_likely(
         np.zeros((1, 6), np.float32),
         np.ones(1, np.float32),

@@ -222,7 +222,7 @@ def test_admission_is_first_come_first_served():
     assert running(device) == ["a2", "b0", "b1", "c0"]
 
 
-def test_a_group_that_needs_newer_weights_is_passed_over():
+def test_group_that_needs_newer_weights_is_skipped():
     device = Device()
     device.admit(group("new", min_version=1), group("old"))
     assert running(device) == ["old0"]
@@ -231,7 +231,7 @@ def test_a_group_that_needs_newer_weights_is_passed_over():
     assert running(device) == ["old0", "new0"]
 
 
-def test_nobody_overtakes_a_group_for_which_pages_are_lacking():
+def test_group_that_waits_for_pages_is_not_overtaken():
     # 11 pages. `a` takes 3 for 8 + 4 tokens; `long` needs 7 and one to spare, `b` 1 and one to
     # spare.
     device = Device(chz.replace(CONFIG, kv_tokens=44))
@@ -242,7 +242,7 @@ def test_nobody_overtakes_a_group_for_which_pages_are_lacking():
     assert running(device) == ["a0"]
 
 
-def test_a_page_is_spared_for_each_running_sequence():
+def test_admission_reserves_a_page_per_running_sequence():
     # 12 pages. The prompt takes 6, two sequences 2 more each; a third would leave none for the next
     # dispatch of the others.
     device = Device(chz.replace(CONFIG, kv_tokens=48))

@@ -77,7 +77,7 @@ def test_huge_penalties_forbid_repetition():
 
 
 @pytest.mark.slow
-def test_stop_tokens_are_not_drawn_before_their_time():
+def test_min_new_tokens_prevents_stop_tokens():
     [[free]] = sampled(request(seed=3))
     stops = tuple(dict.fromkeys(free.tokens[:6].tolist()))[:4]
     early, late = sampled(
@@ -94,7 +94,7 @@ def test_stop_tokens_are_not_drawn_before_their_time():
         np.testing.assert_allclose(each.logp[0], logp[each.tokens[0]] - rest, atol=1e-4)
 
 
-def test_alternatives_are_the_most_likely_tokens_at_every_place():
+def test_top_logprobs_are_the_most_likely_tokens():
     [[reported], [unreported]] = sampled(
         shaped("reported", num_top_logprobs=3), request("unreported", seed=1)
     )
@@ -106,7 +106,7 @@ def test_alternatives_are_the_most_likely_tokens_at_every_place():
     )
 
 
-def test_a_request_without_wishes_draws_the_same_beside_one_with_all():
+def test_plain_request_is_unaffected_by_shaped_requests():
     generation_params = {
         "presence_penalty": 1.0,
         "min_p": 0.1,
@@ -121,7 +121,7 @@ def test_a_request_without_wishes_draws_the_same_beside_one_with_all():
     same_samples(alone, beside)
 
 
-def test_wishes_are_granted_whatever_the_slot_and_after_a_resumption():
+def test_shaped_sampling_survives_resumption():
     generation_params = shaped(
         "generation_params",
         2,
@@ -161,14 +161,14 @@ def test_wishes_are_granted_whatever_the_slot_and_after_a_resumption():
         {"presence_penalty": np.nan},
     ],
 )
-def test_a_wish_beyond_reason_is_refused_by_name(wrong: dict[str, Any]):
+def test_out_of_range_parameter_is_refused_by_name(wrong: dict[str, Any]):
     [name] = wrong
     with pytest.raises(InvalidRequest, match=name):
         sampled(shaped("a", **wrong))
 
 
 class Follower:
-    """Hears of progress, and says when a sample shall end."""
+    """Receives progress, and decides when a sample ends."""
 
     def __init__(self, most: dict[int, int] | None = None):
         self.parts = dict[int, list[Completion]]()
@@ -203,7 +203,7 @@ def test_progress_adds_up_to_the_answer_and_comes_before_it():
         )
 
 
-def test_following_an_answer_reads_each_token_once_more(monkeypatch: pytest.MonkeyPatch):
+def test_streaming_detokenizes_each_token_once_more(monkeypatch: pytest.MonkeyPatch):
     read, read_log = list[int](), TokenLog.read
 
     def counted(log: TokenLog, *asked: Any) -> Completion:
@@ -236,7 +236,7 @@ def test_ending_one_sample_leaves_the_others_running():
     same_samples([plain[0], plain[2]], [group[0], group[2]])
 
 
-def test_a_sample_can_be_ended_before_it_has_a_slot_or_after_all_is_over():
+def test_sample_can_be_ended_before_and_after_running():
     async def act(engine_loop: EngineLoop) -> list[list[Completion]]:
         futures = [
             engine_loop.submit(request("crowd", num_samples=8)),

@@ -175,7 +175,7 @@ def with_engine_loop(
 
 
 def answer(engine: DecodeEngine, weights: Any, *requests: Request) -> list[list[Completion]]:
-    """Submit all before the engine loop starts, so that every run seats and dispatches alike."""
+    """Submit all before the engine loop starts, so that slots and dispatches are equal in every run."""
 
     async def act(engine_loop: EngineLoop) -> list[list[Completion]]:
         futures = [engine_loop.submit(each) for each in requests]

@@ -18,8 +18,8 @@ from areal_jax.evaluation.answers import Answer
 from areal_jax.evaluation.remote import (
     FROM_ALL_TOKENS,
     ChatServer,
+    ModelServer,
     RequestSampling,
-    Server,
     TokenServer,
     probe_chat,
 )
@@ -38,7 +38,7 @@ def choice(index: int, text: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def submitted(server: Server, num_samples: int) -> list[Completion]:
+def submitted(server: ModelServer, num_samples: int) -> list[Completion]:
     request = Request("r", np.array([7, 8], np.int32), num_samples, Sampling(5, 0.5), seed=11)
     return asyncio.run(
         TokenServer(server, "m", Letters(), {"top_p": 1.0, "top_k": 3}).submit(request)
@@ -123,7 +123,7 @@ def test_unreachable_server_stops_the_evaluation(monkeypatch: pytest.MonkeyPatch
     with serving(lambda *_: (200, {})) as server:
         pass
     with (
-        closing(Server(server.url, None, 5.0)) as again,
+        closing(ModelServer(server.url, None, 5.0)) as again,
         pytest.raises(EngineStopped, match="is unreachable"),
     ):
         submitted(again, 1)
@@ -139,7 +139,7 @@ def test_closed_server_is_not_retried_and_does_not_block_exit(
         was_asked.set()
         return 503, {}
 
-    async def given_up(server: Server) -> list[threading.Thread]:
+    async def given_up(server: ModelServer) -> list[threading.Thread]:
         before = set(threading.enumerate())
         request = asyncio.create_task(server.request("completions", {}))
         while not was_asked.is_set():
@@ -163,7 +163,7 @@ PROMPT = [ord(letter) for letter in "1+1?"]
 
 
 @pytest.mark.parametrize(
-    ("response", "speaks"),
+    ("response", "has_tokens"),
     [
         ((200, {"choices": [choice(0, "2")]}), True),
         ((200, {"choices": [choice(0, "2", prompt_token_ids=PROMPT)]}), True),
@@ -177,12 +177,12 @@ PROMPT = [ord(letter) for letter in "1+1?"]
     ],
 )
 def test_token_server_must_return_tokens_that_decode_to_its_text(
-    response: Response, speaks: bool, monkeypatch: pytest.MonkeyPatch
+    response: Response, has_tokens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "RETRIES_S", (0.0,))
     with serving(lambda *_: response) as server:
         found = asyncio.run(TokenServer.probe(server, "m", Letters(), TASK.prompt))
-    assert (found is not None) is speaks
+    assert (found is not None) is has_tokens
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_server_must_have_one_model(response: Response, words: str) -> None:
         server.model()
 
 
-def format_skipped(server: Server, grade: RewardResult | None = None) -> list[Answer]:
+def format_skipped(server: ModelServer, grade: RewardResult | None = None) -> list[Answer]:
     async def grader(task: Task, answer: str) -> RewardResult:
         return grade or RewardResult("correct" if answer.endswith("{2}") else "wrong")
 

@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.consistency import (
-    Result,
+    ConsistencyResult,
     UnusedGroups,
     check_rows,
     format_ranges,
@@ -51,7 +51,7 @@ def write(folder: Path, name: str, rows: Iterable[object]) -> None:
 
 def check(
     folder: Path, *, writes_samples: bool = True, unused: UnusedGroups | None = None
-) -> Result:
+) -> ConsistencyResult:
     gaps = read_gaps(folder / FILE)
     unused = unused or UnusedGroups()
     return check_rows(

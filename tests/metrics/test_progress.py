@@ -6,7 +6,7 @@ from contextlib import suppress
 from rich.console import Console
 
 from areal_jax.metrics import names
-from areal_jax.metrics.progress import Progress, facts_of_evaluation
+from areal_jax.metrics.progress import ProgressDisplay, facts_of_evaluation
 
 METRICS = {
     names.REWARD: -1.234,
@@ -33,7 +33,7 @@ def shown(
     console = Console(
         file=file, force_terminal=terminal, width=200, soft_wrap=True, color_system=None
     )
-    progress = Progress(
+    progress = ProgressDisplay(
         "policy tiny, 4 tasks, 1 cpu",
         num_steps,
         first_step,
@@ -69,7 +69,9 @@ def test_progress_prints_the_headline_and_each_step(tmp_path):
 
 def test_live_line_shows_the_newest_score():
     shown = io.StringIO()
-    progress = Progress("headline", 10, console=Console(file=shown, force_terminal=True, width=200))
+    progress = ProgressDisplay(
+        "headline", 10, console=Console(file=shown, force_terminal=True, width=200)
+    )
     progress.update(10, METRICS | {names.PASS_AT_1: 0.125})
     progress.evaluated(7, {names.PASS_AT_1: 0.75})
     progress.close()
@@ -78,7 +80,7 @@ def test_live_line_shows_the_newest_score():
 
 def test_empty_live_line_is_removed():
     shown = io.StringIO()
-    progress = Progress(
+    progress = ProgressDisplay(
         "headline", 10, 10, console=Console(file=shown, force_terminal=True, width=200), unit="task"
     )
     progress.say("pass@1 50.0%")
@@ -116,7 +118,7 @@ def test_supervised_step_shows_loss_and_scores():
 
 def test_evaluation_score_is_shown_from_then_on():
     file = io.StringIO()
-    progress = Progress("policy", 2, console=Console(file=file, width=200, soft_wrap=True))
+    progress = ProgressDisplay("policy", 2, console=Console(file=file, width=200, soft_wrap=True))
     progress.evaluated(0, {names.PASS_AT_1: 0.25})
     progress.update(2, METRICS)
     assert "pass@1 25.0% of version 0" in file.getvalue()
@@ -125,7 +127,7 @@ def test_evaluation_score_is_shown_from_then_on():
 def test_evaluation_progress_shows_the_score_so_far():
     file, clock = io.StringIO(), Clock()
     console = Console(file=file, width=200, soft_wrap=True)
-    progress = Progress(
+    progress = ProgressDisplay(
         "policy", 64, 32, unit="task", facts=facts_of_evaluation, console=console, clock=clock
     )
     progress.update(32, {})
@@ -155,10 +157,10 @@ def test_progress_can_be_disabled_but_not_the_headline():
     ]
 
 
-def plain(clock: Clock) -> tuple[Progress, io.StringIO]:
+def plain(clock: Clock) -> tuple[ProgressDisplay, io.StringIO]:
     file = io.StringIO()
     console = Console(file=file, width=200, soft_wrap=True)
-    return Progress("policy", 10, console=console, clock=clock), file
+    return ProgressDisplay("policy", 10, console=console, clock=clock), file
 
 
 def test_stages_are_shown_with_their_time():
@@ -216,7 +218,7 @@ def test_failed_stage_is_not_announced():
 def test_terminal_shows_stages_until_the_first_step():
     file, clock = io.StringIO(), Clock()
     console = Console(file=file, force_terminal=True, width=200, color_system=None)
-    progress = Progress("policy", 10, console=console, clock=clock)
+    progress = ProgressDisplay("policy", 10, console=console, clock=clock)
     with progress.stage("compiling") as stage:
         stage.compiles("trainer", "accumulate", 2, 4)
         clock.now_s += 5.0

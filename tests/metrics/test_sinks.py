@@ -195,7 +195,7 @@ def test_resumed_run_has_every_row_once(tmp_path):
     ]
 
 
-def test_cutting_nothing_changes_nothing(tmp_path):
+def test_cut_beyond_the_last_row_keeps_the_file(tmp_path):
     path = tmp_path / "rows.jsonl"
     assert cut(path, 3) == 0
     path.write_text('{"version":12}\n{"version":13,"x":1}\n')

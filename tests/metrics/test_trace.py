@@ -178,6 +178,7 @@ def test_trace_without_a_file_drops_its_spans(tmp_path):
     trace = Trace(None)
     trace.span("trainer", "step", 0.0, 1.0)
     trace.close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_full_disk_stops_the_trace_not_the_run(tmp_path):

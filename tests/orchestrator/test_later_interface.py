@@ -1,4 +1,4 @@
-"""The engine speaks JetStream's later interface too: a first token of every prefill, log-probs, one
+"""The engine also has JetStream's later interface: a first token of every prefill, log-probs, one
 prompt in several slots.
 
 That interface is in no release; `later_engine_api.py` states what it declares, and stands here for
@@ -83,7 +83,7 @@ def is_what_the_engine_sampled(
 
 
 @pytest.mark.parametrize("num_devices", DEVICES)
-def test_tokens_and_log_probs_are_the_drivers(later: ModuleType, num_devices: int) -> None:
+def test_tokens_and_logprobs_match_the_engine_loop(later: ModuleType, num_devices: int) -> None:
     engine = later.JetStreamEngine(*decoding(num_devices), tokenizer(), SAMPLING, seed=7)
     state, firsts = engine.init_decode_state(), []
     for slot, prompt in enumerate(PROMPTS):
@@ -119,7 +119,7 @@ def test_one_prefill_serves_a_group(later: ModuleType, num_devices: int) -> None
 
 
 @pytest.mark.parametrize("num_before", [1, 9, 16])
-def test_what_is_prefilled_need_not_be_prefilled_again(later: ModuleType, num_before: int) -> None:
+def test_existing_prefix_is_not_prefilled_again(later: ModuleType, num_before: int) -> None:
     engine = later.JetStreamEngine(*decoding(1), tokenizer(), SAMPLING, seed=7)
     params, prompt = engine.load_params(), PROMPTS[0]
     before, _ = engine.prefill(params=params, **padded(prompt[:num_before]))
@@ -143,7 +143,7 @@ def by_token(pages: Any) -> np.ndarray:
     return both.reshape(len(both), -1, both.shape[3])
 
 
-def test_a_sampler_of_ones_own_is_refused(later: ModuleType) -> None:
+def test_custom_sampler_is_refused(later: ModuleType) -> None:
     engine = later.JetStreamEngine(*decoding(1), tokenizer(), SAMPLING)
     with pytest.raises(ValueError, match="expected sampler=None"):
         engine.prefill(params=engine.load_params(), **padded(PROMPTS[0]), sampler=len)

@@ -82,7 +82,7 @@ def by_jetstream(
 
 @pytest.mark.parametrize("num_devices", DEVICES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_orchestrator_gives_what_the_driver_gives(num_devices: int, temperature: float) -> None:
+def test_orchestrator_matches_the_engine_loop(num_devices: int, temperature: float) -> None:
     # More requests than slots, of one to three chunks, some of which stop and some of which are
     # cut.
     prompts = [tokenizer().render((Message("user", question),)) for question in QUESTIONS]
@@ -122,7 +122,7 @@ def test_text_goes_in_and_an_answer_may_be_cut_earlier() -> None:
         ({"max_prompt_tokens": 8}, r"engine\.max_prompt_tokens of at least 16, came 8"),
     ],
 )
-def test_what_jetstream_cannot_do_is_refused(settings: dict[str, int], named: str) -> None:
+def test_unsupported_jetstream_features_are_refused(settings: dict[str, int], named: str) -> None:
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout
     engine = DecodeEngine(
         Policy(hf.read_config(FOLDER)), mesh, chz.replace(CONFIG, **settings), jnp.float32
@@ -139,7 +139,7 @@ def test_what_jetstream_cannot_do_is_refused(settings: dict[str, int], named: st
         Sampling(8, num_top_logprobs=1),
     ],
 )
-def test_what_depends_on_earlier_tokens_is_refused(sampling: Sampling) -> None:
+def test_sequence_dependent_sampling_is_refused(sampling: Sampling) -> None:
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout
     engine = DecodeEngine(Policy(hf.read_config(FOLDER)), mesh, CONFIG, jnp.float32)
     with pytest.raises(ValueError, match="expected a sampling without penalties"):

@@ -98,3 +98,5 @@ def test_unreachable_host_name_is_refused(name: str, found: str):
 
 def test_loopback_name_is_accepted_on_a_single_host():
     _check_host_name("localhost", has_remote=False)
+    with pytest.raises(ConnectionError, match="localhost"):
+        _check_host_name("localhost", has_remote=True)

@@ -218,8 +218,8 @@ def test_file_shows_new_steps_without_losing_its_state(run: RunFolder) -> None:
     in_browser(go())
 
 
-def test_copy_on_a_web_server_refreshes_itself_and_tells_no_other_site(run: RunFolder) -> None:
-    outside = """new Promise((done) => { window.addEventListener("message", () => done("told"));
+def test_copy_on_a_web_server_refreshes_without_other_requests(run: RunFolder) -> None:
+    outside = """new Promise((done) => { window.addEventListener("message", () => done("sent"));
       const frame = document.createElement("iframe"); frame.src = "%s?part=data";
       frame.onload = () => setTimeout(() => done("silent"), 500); document.body.append(frame); })"""
 
@@ -242,7 +242,7 @@ def test_copy_on_a_web_server_refreshes_itself_and_tells_no_other_site(run: RunF
             await tab.open(f"http://localhost:{port}/other.html")
             assert await tab.evaluate(outside % page) == "silent"
             await tab.open(f"http://127.0.0.1:{port}/other.html")
-            assert await tab.evaluate(outside % page) == "told"
+            assert await tab.evaluate(outside % page) == "sent"
         await runner.cleanup()
 
     in_browser(go())

@@ -210,7 +210,7 @@ def test_comparison_has_every_run_with_fewer_points(folder: Path, tmp_path: Path
     assert 64 < len(base64.b64decode(column)) // 4 <= 256
 
 
-def test_report_is_rewritten_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_report_is_rewritten_during_the_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     writer = ReportWriter(tmp_path, interval_s=0.05)
 

@@ -132,7 +132,7 @@ def test_staleness_counts_sampled_tokens_by_bin(run: Run) -> None:
     )
 
 
-def test_representative_groups_stay_when_the_run_goes_on(run: Run) -> None:
+def test_representative_groups_stay_as_steps_are_added(run: Run) -> None:
     index, chosen = SampleIndex(run.path), set[int]()
     for version in range(4, 20):
         run.add(version)

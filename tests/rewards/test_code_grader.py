@@ -43,7 +43,7 @@ def test_the_program_is_in_the_last_closed_block(text: str, program: str | None)
     assert extract_program(text) == program
 
 
-def test_a_bare_text_may_go_on_with_the_prompt() -> None:
+def test_bare_text_continues_the_prompt() -> None:
     assert extract_program("    return 2 * x\n", PROMPT) == "    return 2 * x\n"
     assert extract_program("I cannot.", PROMPT) is None
     assert extract_program("", PROMPT) is None
@@ -58,7 +58,7 @@ def test_a_bare_text_may_go_on_with_the_prompt() -> None:
         ("def ff(x): ...", True),
     ],
 )
-def test_a_program_goes_on_with_the_prompt_unless_it_begins_anew(program: str, on: bool) -> None:
+def test_program_continues_the_prompt_unless_it_repeats_it(program: str, on: bool) -> None:
     assert continues(Asserts("", ["f"], PROMPT), program) is on
     assert not continues(Asserts("", ["f"]), program)
 

@@ -20,7 +20,7 @@ GIVEN = json.dumps({"numbers": [3, 8, 5, 5], "target": 24})
         "\\boxed{8/(5/5)*3}",
     ],
 )
-def test_each_number_once_and_the_target_is_right(text: str) -> None:
+def test_each_number_is_used_once_and_reaches_the_target(text: str) -> None:
     assert grade_answer(GIVEN, text)[0] == "correct"
 
 
@@ -48,12 +48,12 @@ def test_each_number_once_and_the_target_is_right(text: str) -> None:
         "<answer>3*8*5/5</answer> \\boxed{3}",  # the last one counts
     ],
 )
-def test_all_else_is_wrong(text: str) -> None:
+def test_other_answers_are_wrong(text: str) -> None:
     assert grade_answer(GIVEN, text)[0] == "wrong"
 
 
 @pytest.mark.parametrize(
     "text", ["", "3*8*5/5", "\\boxed{3*8*5/5", "<answer>3*8", "\\boxed{" * 100_000]
 )
-def test_without_an_answer_there_is_none(text: str) -> None:
+def test_missing_answer_is_no_answer(text: str) -> None:
     assert grade_answer(GIVEN, text)[0] == "no_answer"

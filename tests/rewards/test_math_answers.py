@@ -70,7 +70,7 @@ def test_the_answer_is_in_the_last_box_or_after_the_last_hashes(
         ("12 \\boxed{13} 14", "13"),
     ],
 )
-def test_a_plain_number_counts_if_asked(text: str, answer: str | None) -> None:
+def test_plain_number_is_an_answer_if_enabled(text: str, answer: str | None) -> None:
     assert extract_answer(text, accept_plain=True) == answer
 
 
@@ -90,7 +90,7 @@ def test_integers_are_the_same_however_they_are_written(same: list[str], digits:
 
 
 @pytest.mark.parametrize("text", ["1.5", "12,34", "1, 2", "x", "4 2", "", "1/2", "10^2", "٤٢"])
-def test_what_is_no_integer_is_left_to_mathematics(text: str) -> None:
+def test_non_integers_are_compared_by_mathematics(text: str) -> None:
     assert plain_integer(text) is None
 
 
@@ -123,7 +123,7 @@ def test_other_integers_are_wrong(answer: str, reference: str) -> None:
         ("", "42", False),
     ],
 )
-def test_mathematics_decides_what_text_cannot(answer: str, reference: str, correct: bool) -> None:
+def test_computer_algebra_decides_unequal_texts(answer: str, reference: str, correct: bool) -> None:
     assert is_correct(answer, reference) is correct
 
 
@@ -265,7 +265,7 @@ def test_no_text_of_an_answer_reaches_eval(monkeypatch: pytest.MonkeyPatch) -> N
         ("\\frac{14}{5}", "1\\frac{4}{5}"),
     ],
 )
-def test_answers_that_only_begin_alike_are_wrong(answer: str, reference: str) -> None:
+def test_answers_with_equal_beginnings_are_different(answer: str, reference: str) -> None:
     assert not is_correct(answer, reference)
     assert not is_correct(reference, answer)
 
@@ -334,7 +334,7 @@ def test_unicode_is_the_latex_that_it_looks_like(answer: str, reference: str) ->
 @pytest.mark.parametrize(
     "text", ["\0", "\x1b[2J", "\u202e42", "\ud800", "\ufeff", "42\x00", "\t\n\r\x0b\x85\u2028"]
 )
-def test_control_characters_are_no_answers_and_no_harm(text: str) -> None:
+def test_control_characters_are_wrong_answers(text: str) -> None:
     assert not is_correct(extract_answer(f"\\boxed{{{text}}}") or "", "42")
     assert not is_correct(text, "\\frac{3}{7}")
 
@@ -356,7 +356,7 @@ def test_control_characters_are_no_answers_and_no_harm(text: str) -> None:
         ("x^" * 100 + "2", math.inf),
     ],
 )
-def test_the_bound_on_digits_worked_out_by_hand(expression: str, digits: float) -> None:
+def test_digit_bound_matches_hand_calculation(expression: str, digits: float) -> None:
     assert num_digits(expression) == pytest.approx(digits, rel=1e-6)
 
 

@@ -106,7 +106,7 @@ def probed(config: RewardConfig, *tasks: Task, must_grade: bool = True) -> list[
 
 @pytest.mark.parametrize("name", ["good", "awaited", "truth_of_numpy", "swapped"])
 @pytest.mark.parametrize("scale", ["unit", "raw"])
-def test_working_functions_start_without_a_word(
+def test_valid_functions_start_without_output(
     functions: Path, name: str, scale: Literal["unit", "raw"]
 ) -> None:
     assert probed(RewardConfig(function=f"{functions}:{name}", scale=scale)) == []
@@ -150,7 +150,7 @@ def test_functions_that_do_not_work_are_refused(functions: Path, name: str, reas
     assert f"rewards.function={functions}:{name} failed on " in str(refused.value)
 
 
-def test_a_refusal_shows_the_frames_of_the_function_alone(functions: Path) -> None:
+def test_error_shows_only_frames_of_the_user_function(functions: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         probed(RewardConfig(function=f"{functions}:raises"))
     frames = [line for line in str(refused.value).splitlines() if line.startswith('  File "')]
@@ -248,7 +248,7 @@ def test_unreadable_reference_answers_are_warned_or_refused() -> None:
     assert len(probed(RewardConfig(), torn, must_grade=False)) == 1
 
 
-def test_calls_that_fail_say_so_and_are_counted(functions: Path) -> None:
+def test_failing_tool_calls_are_reported_and_counted(functions: Path) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=f"{functions}:on_the_reference")) as grader:
             failed = await grader(task(), "42")

@@ -20,7 +20,7 @@ import chz
 import psutil
 import pytest
 
-from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin, format_tests
+from areal_jax.data.code_tasks import Asserts, CodeTests, FunctionCalls, Stdin, format_tests
 from areal_jax.records import RewardResult
 from areal_jax.rewards import sandbox
 from areal_jax.rewards.code_grader import CodeGrader
@@ -36,7 +36,7 @@ SMALL = SandboxConfig(
     tmp_bytes=4 << 20,
 )
 
-DOUBLE = Calls("double", [((1,), 2), ((3,), 6)])
+DOUBLE = FunctionCalls("double", [((1,), 2), ((3,), 6)])
 DOUBLE_ASSERTED = Asserts(
     (
         "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(3) == "
@@ -110,7 +110,7 @@ HONEST = "def double(x):\n    return 2 * x\n"
 
 @pytest.mark.parametrize("tests", [DOUBLE, DOUBLE_ASSERTED])
 @pytest.mark.slow
-def test_functions_are_judged_by_what_they_return(grader: GradeAs, tests: CodeTests) -> None:
+def test_functions_are_graded_by_return_value(grader: GradeAs, tests: CodeTests) -> None:
     assert grade(grader, HONEST, tests).kind == "correct"
     assert grade(grader, "def double(x):\n    return x * x\n", tests).kind == "wrong"
     assert grade(grader, "def double(x):\n    return x / 0\n", tests) == RewardResult(
@@ -128,7 +128,7 @@ def test_functions_are_judged_by_what_they_return(grader: GradeAs, tests: CodeTe
     assert grade(grader, "def double(x) return", tests).detail.startswith("SyntaxError")
 
 
-def test_scripts_are_judged_by_their_output(grader: GradeAs) -> None:
+def test_scripts_are_graded_by_their_output(grader: GradeAs) -> None:
     assert grade(grader, "print(2 * int(input()))").kind == "correct"
     assert grade(grader, "print(2)") == RewardResult(
         "wrong", "test 1: another output than expected"
@@ -154,16 +154,14 @@ def test_scripts_are_judged_by_their_output(grader: GradeAs) -> None:
 @pytest.mark.parametrize(
     "tests", [DOUBLE, DOUBLE_ASSERTED, DOUBLE_SCRIPT], ids=["calls", "asserts", "script"]
 )
-def test_a_verdict_is_not_the_programs_to_give(
-    grader: GradeAs, tests: CodeTests, name: str
-) -> None:
+def test_program_cannot_forge_its_grade(grader: GradeAs, tests: CodeTests, name: str) -> None:
     program = write_program(PROGRAMS[name], tests)
     assert grade(grader, program, tests).kind in ("wrong", "crashed")
     honest = "print(2 * int(input()))" if tests is DOUBLE_SCRIPT else HONEST
     assert grade(grader, honest, tests).kind == "correct"
 
 
-def test_nothing_of_one_answer_is_left_to_the_next(grader: GradeAs) -> None:
+def test_answers_leave_no_files_or_processes(grader: GradeAs) -> None:
     assert script(grader, "open('/tmp/note', 'w').write('x')\nprint('fine')").kind == "correct"
     assert (
         script(
@@ -173,7 +171,7 @@ def test_nothing_of_one_answer_is_left_to_the_next(grader: GradeAs) -> None:
     )
 
 
-def test_a_program_has_no_privilege_and_no_neighbours(grader: GradeAs) -> None:
+def test_program_has_no_privileges_and_sees_no_processes(grader: GradeAs) -> None:
     lone = "import os\nstatus = dict(line.split(':\\t', 1) for line in open('/proc/self/status'))\n"
     assert (
         script(
@@ -283,7 +281,7 @@ def test_every_signal_is_the_programs_failure(grader: GradeAs, number: int) -> N
     )
 
 
-def test_a_fork_bomb_meets_its_limit_and_leaves_nothing(grader: GradeAs) -> None:
+def test_fork_bomb_is_limited_and_cleaned_up(grader: GradeAs) -> None:
     impatient = grading(chz.replace(SMALL, test_timeout_s=1.0))
     before = len(psutil.pids())
     bomb = (
@@ -511,7 +509,7 @@ def test_results_too_large_crash(grader: GradeAs) -> None:
         "import os, signal\nos.kill(os.getpid(), 19)",
     ],
 )
-def test_what_does_not_end_is_ended(program: str) -> None:
+def test_endless_program_is_killed(program: str) -> None:
     grader = grading(SandboxConfig(test_timeout_s=0.5))
     try:
         for tests in (DOUBLE_SCRIPT, DOUBLE):
@@ -547,10 +545,10 @@ def test_the_prelude_and_arguments_changed_in_place(grader: GradeAs) -> None:
         "class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n        return "
         "heapq.nsmallest(1, x)[0]"
     )
-    assert grade(grader, heap, Calls("f", [(([3, 1],), 1)])).kind == "correct"
+    assert grade(grader, heap, FunctionCalls("f", [(([3, 1],), 1)])).kind == "correct"
     # A method by the name of something that is imported: itertools.count.
     count = "class Solution:\n    def count(self, x, y, z):\n        return x + y + z"
-    assert grade(grader, count, Calls("count", [((1, 2, 3), 6)])).kind == "correct"
+    assert grade(grader, count, FunctionCalls("count", [((1, 2, 3), 6)])).kind == "correct"
 
 
 def test_objects_of_the_program_can_be_used_by_tests(grader: GradeAs) -> None:
@@ -573,7 +571,7 @@ def test_objects_of_the_program_can_be_used_by_tests(grader: GradeAs) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["None", "True", "'ä\\ud800'", "-7", "2 ** 70000", "1.5", "float('inf')", "[1, (2, {3})]", ("{(1, 2): " "" "" "" "[None]}"),
+    ["None", "True", "'ä\\ud800'", "-7", "2 ** 70000", "1.5", "float('inf')", "[1, (2, {3})]", ("{(1, 2): [None]}"),
      "frozenset({1})", "b'\\x00'", "1j", "range(3)", "__import__('collections').deque([1])", "int"],
 )  # fmt: skip
 def test_values_cross_the_wire_unchanged(grader: GradeAs, value: str) -> None:
@@ -581,7 +579,7 @@ def test_values_cross_the_wire_unchanged(grader: GradeAs, value: str) -> None:
     assert grade(grader, "def f(x):\n    return x", tests).kind == "correct"
 
 
-def test_tests_that_cannot_run_say_nothing_of_the_answer(grader: GradeAs) -> None:
+def test_tests_that_cannot_run_do_not_grade_the_answer(grader: GradeAs) -> None:
     broken = [
         "import no_such_module\nassert double(1) == 2",
         "assert undefined(1)",
@@ -680,7 +678,7 @@ def test_an_exception_that_leaves_a_function_fails_the_test(grader: GradeAs, err
         tests = Asserts(f"assert {form}", ["f", "Own"])
         assert grade(grader, failing, tests).kind == "crashed", form
         assert grade(grader, honest, tests).kind == "correct", form
-    assert grade(grader, failing, Calls("f", [((1,), 2)])).kind == "crashed"
+    assert grade(grader, failing, FunctionCalls("f", [((1,), 2)])).kind == "crashed"
 
 
 def test_tests_catch_errors_but_not_the_end_of_the_program(grader: GradeAs) -> None:
@@ -734,35 +732,35 @@ assert [*Counter()] == [1, 2, 3] and [*zip(Counter(), "ab")] == [(1, "a"), (2, "
 @pytest.mark.parametrize(
     "program",
     [
-        "import sys\nlines = sys.stdin.readlines()\nsys.stdin.seek(0)\nassert sys.stdin.read() " "== " "" "" "''.join(lines)\n"
+        "import sys\nlines = sys.stdin.readlines()\nsys.stdin.seek(0)\nassert sys.stdin.read() == ''.join(lines)\n"
         "print(2 * int(lines[0]))",
-        "import sys\nassert sys.stdin.seekable()\ngiven = " "sys.stdin.buffer.read()\nsys.stdin.seek(0)\n"
+        "import sys\nassert sys.stdin.seekable()\ngiven = sys.stdin.buffer.read()\nsys.stdin.seek(0)\n"
         "assert open(0, 'rb', closefd=False).read() == given\nprint(2 * int(given))",
         "print(2 * int(open('/dev/stdin').read()))",
-        ("import io, os, sys\nsys.stdin = io.BytesIO(os.read(0, os.fstat(0).st_size))\nprint(2 * " "int(sys.stdin.readline()))"),
+        ("import io, os, sys\nsys.stdin = io.BytesIO(os.read(0, os.fstat(0).st_size))\nprint(2 * int(sys.stdin.readline()))"),
         "import mmap\nprint(2 * int(mmap.mmap(0, 0, access=mmap.ACCESS_READ).readline()))",
         "assert 'print' in open(__file__).read()\nprint(2 * int(input()))",
-        ("import inspect\ndef f(x): return 2 * x\nassert '2 * x' in " "inspect.getsource(f)\nprint(f(int(input())))"),
-        "from multiprocessing import Pool\ndef f(x): return 2 * x\nif __name__ == '__main__':\n  " "  with Pool() as " "" "" "pool:\n"
+        ("import inspect\ndef f(x): return 2 * x\nassert '2 * x' in inspect.getsource(f)\nprint(f(int(input())))"),
+        "from multiprocessing import Pool\ndef f(x): return 2 * x\nif __name__ == '__main__':\n    with Pool() as pool:\n"
         "        print(*pool.map(f, [int(input())]))",
         "from multiprocessing.pool import ThreadPool\nwith ThreadPool() as pool:\n"
         "    print(*pool.map(lambda x: 2 * x, [int(input())]))",
-        "import multiprocessing\ndef f(x): return 2 * x\nif __name__ == '__main__':\n    x = " "int(input())\n"
-        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        " "print(*pool.map(f, " "" "" "[x]))",
-        "from concurrent.futures import ThreadPoolExecutor, ProcessPoolExecutor\ndef f(x): " "return 2 * x\nx = int(input())\n"
-        "with ThreadPoolExecutor() as threads, ProcessPoolExecutor(2) as processes:\n    " "list(threads.map(f, " "" "" "[1]))\n"
+        "import multiprocessing\ndef f(x): return 2 * x\nif __name__ == '__main__':\n    x = int(input())\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        print(*pool.map(f, [x]))",
+        "from concurrent.futures import ThreadPoolExecutor, ProcessPoolExecutor\ndef f(x): return 2 * x\nx = int(input())\n"
+        "with ThreadPoolExecutor() as threads, ProcessPoolExecutor(2) as processes:\n    list(threads.map(f, [1]))\n"
         "    print(*processes.map(f, [x]))",
-        "from multiprocessing.shared_memory import SharedMemory\nmemory = " "SharedMemory(create=True, " "" "" "size=99)\n"
+        "from multiprocessing.shared_memory import SharedMemory\nmemory = SharedMemory(create=True, size=99)\n"
         "memory.buf[0] = 2 * int(input())\nprint(memory.buf[0])\nmemory.close()\nmemory.unlink()",
         "import asyncio\nasync def f(x): return 2 * x\nprint(asyncio.run(f(int(input()))))",
-        ("import subprocess, sys\nprint(2 * int(subprocess.check_output([sys.executable, '-c', " "f'print({input()})'])))"),
-        "import threading\nthreading.stack_size(64 << 20)\nt = threading.Thread(target=lambda: " "print(2 * " "" "" "int(input())))\n"
+        ("import subprocess, sys\nprint(2 * int(subprocess.check_output([sys.executable, '-c', f'print({input()})'])))"),
+        "import threading\nthreading.stack_size(64 << 20)\nt = threading.Thread(target=lambda: print(2 * int(input())))\n"
         "t.start()\nt.join()",
         # Deep, and with nothing imported, as LiveCodeBench's checker runs it.
-        ("def f(n):\n    return 0 if n == 0 else 1 + f(n - 1)\nassert f(20000) == 20000\nprint(2 " "* " "" "" "int(input()))"),
-        "assert sqrt(4) == 2 and Counter('aa')['a'] == 2 and [*accumulate([1, 2])] == [1, 3] and " "median([1, 3]) == " "" "" "2\n"
-        "assert datetime.datetime(2000, 1, 1).year == 2000 and json.loads('[1]') == loads('[1]') " "and pow(2, 3, 5) == " "" "" "3\n"
-        "x: List[int] = deepcopy([heapq.heappop([1])])\nassert ascii_lowercase[0] == 'a' and " "io.StringIO and math.pi == " "" "" "pi\n"
+        ("def f(n):\n    return 0 if n == 0 else 1 + f(n - 1)\nassert f(20000) == 20000\nprint(2 * int(input()))"),
+        "assert sqrt(4) == 2 and Counter('aa')['a'] == 2 and [*accumulate([1, 2])] == [1, 3] and median([1, 3]) == 2\n"
+        "assert datetime.datetime(2000, 1, 1).year == 2000 and json.loads('[1]') == loads('[1]') and pow(2, 3, 5) == 3\n"
+        "x: List[int] = deepcopy([heapq.heappop([1])])\nassert ascii_lowercase[0] == 'a' and io.StringIO and math.pi == pi\n"
         "sys.stdout.write(str(2 * int(input())))",
     ],
 )  # fmt: skip
@@ -779,14 +777,14 @@ def test_functions_run_as_livecodebench_runs_them(grader: GradeAs) -> None:
         "        assert depth(20000) == 20000 and json.dumps(mean(x)) and io and "
         "datetime\n        return sum(x)"
     )
-    assert grade(grader, program, Calls("f", [(([1, 2],), 3)], is_exact=True)) == RewardResult(
-        "correct"
-    )
+    assert grade(
+        grader, program, FunctionCalls("f", [(([1, 2],), 3)], is_exact=True)
+    ) == RewardResult("correct")
     # One object for all calls.
     keeping = (
         "class Solution:\n    n = 0\n    def f(self):\n        self.n += 1\n        return self.n"
     )
-    assert grade(grader, keeping, Calls("f", [((), 1), ((), 2)])) == RewardResult("correct")
+    assert grade(grader, keeping, FunctionCalls("f", [((), 1), ((), 2)])) == RewardResult("correct")
     returning = (
         "def f(x):\n    return {'tuple': (1, 2), 'nested': [(1, 2)], 'close': 0.1 + 0.2, "
         "'whole': 2.0}[x]"
@@ -797,8 +795,10 @@ def test_functions_run_as_livecodebench_runs_them(grader: GradeAs) -> None:
         ("close", 0.3, False),
         ("whole", 2, True),
     ):
-        assert grade(grader, returning, Calls("f", [((given,), expected)])).kind == "correct"
-        came = grade(grader, returning, Calls("f", [((given,), expected)], is_exact=True))
+        assert (
+            grade(grader, returning, FunctionCalls("f", [((given,), expected)])).kind == "correct"
+        )
+        came = grade(grader, returning, FunctionCalls("f", [((given,), expected)], is_exact=True))
         assert came.kind == ("correct" if exact else "wrong"), given
 
 
@@ -807,8 +807,10 @@ def test_each_test_has_its_own_time(user_id: int) -> None:
     grader = GradeAs(user_id, chz.replace(SMALL, test_timeout_s=4.0))
     try:
         waiting = "import time\ndef f(x):\n    time.sleep(x)\n    return x"
-        assert grade(grader, waiting, Calls("f", [((1.5,), 1.5)] * 4)) == RewardResult("correct")
-        assert grade(grader, waiting, Calls("f", [((0,), 0), ((9,), 9)])).kind == "timeout"
+        assert grade(grader, waiting, FunctionCalls("f", [((1.5,), 1.5)] * 4)) == RewardResult(
+            "correct"
+        )
+        assert grade(grader, waiting, FunctionCalls("f", [((0,), 0), ((9,), 9)])).kind == "timeout"
         assert (
             grade(grader, waiting, Asserts("assert all(f(1.5) for _ in range(4))", ["f"])).kind
             == "timeout"
@@ -817,13 +819,13 @@ def test_each_test_has_its_own_time(user_id: int) -> None:
         limit = (
             "import resource\ndef f(x):\n    return resource.getrlimit(resource.RLIMIT_CPU)[0] > 20"
         )
-        assert grade(grader, limit, Calls("f", [((0,), True)])) == RewardResult("correct")
+        assert grade(grader, limit, FunctionCalls("f", [((0,), True)])) == RewardResult("correct")
     finally:
         grader.close()
     # All of them together are limited too.
     grader = CodeGrader(SandboxConfig(), find_sandbox_command(SMALL), timeout_s=3.0)
     try:
-        assert grade(grader, waiting, Calls("f", [((1.5,), 1.5)] * 4)).kind == "timeout"
+        assert grade(grader, waiting, FunctionCalls("f", [((1.5,), 1.5)] * 4)).kind == "timeout"
     finally:
         grader.close()
 
@@ -857,7 +859,7 @@ def test_limits_alone_are_used_if_asked_for_by_name(monkeypatch: pytest.MonkeyPa
         grader.close()
 
 
-def test_a_sandbox_that_is_gone_is_no_fault_of_the_answer() -> None:
+def test_dead_sandbox_is_an_infrastructure_fault() -> None:
     grader = grading(SMALL)
     try:
         grader._sandboxes._bwrap = "/bin/false"
@@ -867,7 +869,7 @@ def test_a_sandbox_that_is_gone_is_no_fault_of_the_answer() -> None:
         grader.close()
 
 
-def test_the_filter_of_system_calls_knows_both_machines() -> None:
+def test_system_call_filter_supports_both_architectures() -> None:
     for machine in ("x86_64", "aarch64"):
         program = sandbox.system_call_filter(machine)
         # linux/filter.h: eight bytes an instruction; the last one lets pass.

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_jax.data.code_tasks import Asserts, Calls, format_tests
+from areal_jax.data.code_tasks import Asserts, FunctionCalls, format_tests
 from areal_jax.records import Message, RewardResult, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
@@ -121,7 +121,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     assert [(process, process.ppid()) for process in left] == []
 
 
-def test_verdicts_on_mathematics_and_their_counts() -> None:
+def test_mathematics_grades_and_their_counts() -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(timeout_s=60.0, patience_s=60.0)) as grader:
             answers = [
@@ -143,7 +143,7 @@ def test_verdicts_on_mathematics_and_their_counts() -> None:
     run(main())
 
 
-def test_a_plain_number_counts_if_the_settings_say_so() -> None:
+def test_plain_number_is_an_answer_if_configured() -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(accept_plain=True)) as grader:
             assert (await grader(task(), "it is 2")).kind == "correct"
@@ -151,7 +151,7 @@ def test_a_plain_number_counts_if_the_settings_say_so() -> None:
     run(main())
 
 
-def test_a_text_not_in_the_form_asked_for_holds_no_answer() -> None:
+def test_text_outside_the_required_form_has_no_answer() -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(form="<think>.*</think>.*")) as grader:
             assert (await grader(task(), "<think>\n1+1\n</think>\n\\boxed{2}")).kind == "correct"
@@ -170,8 +170,8 @@ def test_a_text_not_in_the_form_asked_for_holds_no_answer() -> None:
     ) == (-5.0, -7.0)
 
 
-def test_programs_are_judged_beside_mathematics() -> None:
-    tests = format_tests(Calls("double", [((1,), 2)]))
+def test_programs_are_graded_concurrently_with_mathematics() -> None:
+    tests = format_tests(FunctionCalls("double", [((1,), 2)]))
     broken = format_tests(Asserts("import no_such_module", ["double"]))
 
     async def main() -> None:
@@ -193,7 +193,7 @@ def test_programs_are_judged_beside_mathematics() -> None:
     run(main())
 
 
-def test_a_service_of_programs_does_not_start_where_they_cannot_be_run(
+def test_code_service_does_not_start_without_a_sandbox(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # Neither the system's bubblewrap nor the package's can make a namespace here.
@@ -212,7 +212,7 @@ def test_a_service_of_programs_does_not_start_where_they_cannot_be_run(
     run(main())
 
 
-def test_an_own_judge_judges_in_a_process_without_jax_and_may_print(custom_grader: str) -> None:
+def test_reward_function_runs_without_jax_and_may_print(custom_grader: str) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader)) as grader:
             await grader.start()
@@ -224,7 +224,7 @@ def test_an_own_judge_judges_in_a_process_without_jax_and_may_print(custom_grade
     run(main())
 
 
-def test_an_own_judge_may_be_async_and_know_degrees(custom_grader: str) -> None:
+def test_reward_function_may_be_async_and_give_partial_credit(custom_grader: str) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader + "_slowly")) as grader:
             assert [(await grader(task(), answer)).kind for answer in ("2", "3", "2")] == [
@@ -264,7 +264,7 @@ def test_the_reward_of_an_experiments_own_file_is_used() -> None:
     run(main())
 
 
-def test_what_takes_long_makes_way_for_others(custom_grader: str) -> None:
+def test_slow_gradings_continue_at_low_priority(custom_grader: str) -> None:
     async def main() -> None:
         async with RewardService(
             RewardConfig(function=custom_grader, num_workers=1, timeout_s=60.0, patience_s=0.1)
@@ -327,7 +327,7 @@ def test_errors_of_a_reward_function_are_failed_calls(
 
 @pytest.mark.parametrize("how", ["hang", "spin {folder}/spinning"])
 @pytest.mark.slow
-def test_what_hangs_is_killed_and_judging_goes_on(
+def test_hanging_grader_is_killed_and_grading_continues(
     custom_grader: str, tmp_path: Path, how: str
 ) -> None:
     async def main() -> None:
@@ -346,7 +346,7 @@ def test_what_hangs_is_killed_and_judging_goes_on(
     run(main())
 
 
-def test_children_are_killed_in_whatever_session_they_are_and_orphans_too(
+def test_children_in_other_sessions_and_orphans_are_killed(
     custom_grader: str, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -367,7 +367,7 @@ def test_children_are_killed_in_whatever_session_they_are_and_orphans_too(
     run(main())
 
 
-def test_a_process_that_dies_twice_of_an_answer_makes_it_crashed(custom_grader: str) -> None:
+def test_answer_that_kills_two_processes_is_crashed(custom_grader: str) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader)) as grader:
             assert await grader(task(), "die") == RewardResult(
@@ -398,9 +398,7 @@ def test_the_children_of_a_process_that_died_are_killed(
     run(asyncio.wait_for(main(), 20))
 
 
-def test_a_process_that_dies_once_may_have_died_of_something_else(
-    custom_grader: str, tmp_path: Path
-) -> None:
+def test_answer_is_graded_again_after_one_process_death(custom_grader: str, tmp_path: Path) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader)) as grader:
             assert (await grader(task(), f"die-once {tmp_path / 'first'}")).kind == "wrong"
@@ -410,7 +408,7 @@ def test_a_process_that_dies_once_may_have_died_of_something_else(
 
 
 @pytest.mark.slow
-def test_others_are_judged_while_some_hang_and_some_crash(custom_grader: str) -> None:
+def test_hanging_and_crashing_answers_do_not_block_others(custom_grader: str) -> None:
     async def main() -> None:
         config = RewardConfig(function=custom_grader, num_workers=4, timeout_s=2.0)
         async with RewardService(config) as grader:
@@ -450,7 +448,7 @@ def test_others_are_judged_while_some_hang_and_some_crash(custom_grader: str) ->
     run(main())
 
 
-def test_at_most_num_workers_processes_judge_at_a_time(custom_grader: str) -> None:
+def test_at_most_num_workers_processes_grade(custom_grader: str) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader, num_workers=2)) as grader:
             asking = asyncio.gather(*(grader(task(), "2") for _ in range(20)))
@@ -465,7 +463,7 @@ def test_at_most_num_workers_processes_judge_at_a_time(custom_grader: str) -> No
     run(main())
 
 
-def test_a_cancelled_call_leaves_no_late_verdict_to_the_next(custom_grader: str) -> None:
+def test_late_result_of_a_cancelled_call_is_discarded(custom_grader: str) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader)) as grader:
             assert (await grader(task(), "2")).kind == "correct"
@@ -477,7 +475,7 @@ def test_a_cancelled_call_leaves_no_late_verdict_to_the_next(custom_grader: str)
     run(main())
 
 
-def test_closing_ends_what_is_being_judged_and_what_waits(custom_grader: str) -> None:
+def test_closing_ends_running_and_waiting_gradings(custom_grader: str) -> None:
     async def main() -> None:
         grader = RewardService(RewardConfig(function=custom_grader, num_workers=1))
         asking = [asyncio.create_task(grader(task(), answer)) for answer in ("hang", "2")]
@@ -528,7 +526,7 @@ def test_immediate_exit_is_an_infrastructure_fault_with_exit_code(
     "function",
     ["no_such_module:grader", "{folder}/nothing.py:grader", "{folder}/own.py:nothing", "nonsense"],
 )
-def test_an_own_judge_that_cannot_be_loaded_is_the_settings_fault(
+def test_unloadable_reward_function_names_its_setting(
     custom_grader: str, tmp_path: Path, function: str
 ) -> None:
     async def main() -> None:
@@ -540,7 +538,7 @@ def test_an_own_judge_that_cannot_be_loaded_is_the_settings_fault(
     run(main())
 
 
-def test_tasks_that_nobody_can_judge_are_refused() -> None:
+def test_tasks_without_a_grader_are_refused() -> None:
     async def main() -> None:
         async with RewardService(RewardConfig()) as grader:
             with pytest.raises(
@@ -559,13 +557,11 @@ def test_tasks_that_nobody_can_judge_are_refused() -> None:
     reason="elsewhere a grading process notices after the answer it is grading",
 )
 @pytest.mark.slow
-def test_judging_processes_do_not_outlive_a_killed_trainer(
-    custom_grader: str, tmp_path: Path
-) -> None:
+def test_grading_processes_end_with_a_killed_trainer(custom_grader: str, tmp_path: Path) -> None:
     spinning = tmp_path / "spinning"
     trainer = f"""
 import asyncio
-from areal_jax.data.code_tasks import Asserts, Calls, format_tests
+from areal_jax.data.code_tasks import Asserts, FunctionCalls, format_tests
 from areal_jax.records import Message, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService

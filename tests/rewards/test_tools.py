@@ -35,7 +35,7 @@ def test_a_search_finds_the_passages_that_share_most_and_rarest_words() -> None:
 
 
 @pytest.mark.parametrize("query", ["", "zebra", "???", "\ud800", "zebra " * 100_000])
-def test_a_search_for_what_is_not_there_finds_nothing(query: str) -> None:
+def test_search_without_matches_returns_nothing(query: str) -> None:
     assert Index(PASSAGES).search(query, 3) == []
 
 
@@ -53,7 +53,7 @@ async def _run(code: str) -> None:
     assert await process.wait() == 0
 
 
-def test_what_the_ways_of_exercises_say_of_a_search_is_what_it_finds() -> None:
+def test_exercise_searches_match_the_search_tool() -> None:
     index, exercises = Index(all_facts()), GeneratedExercises(60, "train", ("facts",))
     for exercise in exercises:
         for way in (*exercise.correct, *exercise.incorrect):
@@ -68,7 +68,7 @@ def service(*names: str, timeout_s: float = 20.0, **settings: object) -> RewardS
     return RewardService(RewardConfig(sandbox=SandboxConfig(test_timeout_s=2.0)), tools=tools)
 
 
-def test_tools_are_used_in_judging_processes_beside_judging(tmp_path: Path) -> None:
+def test_tools_run_in_grading_processes(tmp_path: Path) -> None:
     (tmp_path / "cats.md").write_text("Cats have nine lives.\n\nThey sleep a lot.")
 
     async def main() -> None:
@@ -122,7 +122,7 @@ def test_a_program_is_run_in_a_sandbox_and_killed_when_it_hangs() -> None:
     assert time.perf_counter() - began_s < 60
 
 
-def test_a_late_tool_is_killed_and_reported_to_the_policy(tmp_path: Path) -> None:
+def test_tool_timeout_is_killed_and_reported_to_the_policy(tmp_path: Path) -> None:
     async def main() -> ToolResult:
         async with service("python", timeout_s=1.0) as grader:
             return await grader.use(
@@ -135,7 +135,7 @@ def test_a_late_tool_is_killed_and_reported_to_the_policy(tmp_path: Path) -> Non
     assert found.text in ("begun\n\nError: no end in time", "Error: no result within 1 s")
 
 
-def test_tools_that_cannot_be_had_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_unavailable_tools_are_refused_at_start(tmp_path: Path) -> None:
     async def start(*names: str, documents: str | None = None) -> None:
         async with service(*names, documents=documents) as grader:
             await grader.start()
@@ -149,7 +149,7 @@ def test_tools_that_cannot_be_had_are_refused_before_anything_starts(tmp_path: P
             asyncio.run(start(name, documents=documents))
 
 
-def test_countdown_is_judged_by_the_service() -> None:
+def test_countdown_is_graded_by_the_service() -> None:
     task = Task("c", (), '{"numbers": [1, 2, 3], "target": 7}', "countdown")
 
     async def main() -> list[RewardResult]:

@@ -13,7 +13,7 @@ from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.records import Completion, Message, RewardResult, Sample, Sampling, Task
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.rollout.calls import Calls
+from areal_jax.rollout.calls import JournaledGenerate
 from areal_jax.serve.sessions import AgentServer
 from areal_jax.workflows.agent import AgentHost, Agents
 from areal_jax.workflows.config import Agent
@@ -59,7 +59,9 @@ def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
             stack.push_async_callback(host.close)
             samples, num_requests = list[tuple[Sample, ...]](), list[int]()
             for _ in range(2):
-                calls = Calls(engine, 0, Sampling(6, stop_token_ids=(0,)), 3, 0, journal)
+                calls = JournaledGenerate(
+                    engine, 0, Sampling(6, stop_token_ids=(0,)), 3, 0, journal
+                )
                 samples.append(
                     await Agents(TOKENIZER, 2, RewardConfig(), host, asyncio.Semaphore(2))(
                         TASK, calls, grader

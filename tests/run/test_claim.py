@@ -162,7 +162,7 @@ def test_a_forked_child_does_not_hold_its_parents_claim(tmp_path: Path) -> None:
         process.communicate()
 
 
-def test_a_lease_of_another_host_is_stale_when_it_is_not_renewed(
+def test_lease_without_renewal_is_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(claims, "LEASE_S", 0.4)
@@ -200,7 +200,8 @@ def test_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
     here = {"boot": leases.boot_id(), "pid_namespace": leases.pid_namespace(), "pid": os.getpid()}
     lease_of_another(tmp_path, **here, process_start=1.0)
     with claimed(tmp_path):
-        pass
+        lease = json.loads((tmp_path / CLAIM).read_text())
+    assert lease["pid"] == os.getpid() and lease["process_start"] > 1.0
 
 
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:

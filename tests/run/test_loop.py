@@ -50,7 +50,7 @@ from areal_jax.records import Group, RewardResult, Sampling, StepResult, Task
 from areal_jax.rl.config import GAE, PPO, CustomLoss, Reference
 from areal_jax.rollout import controller
 from areal_jax.rollout.buffer import Buffer
-from areal_jax.rollout.calls import Calls
+from areal_jax.rollout.calls import JournaledGenerate
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.run.build import Run, build_run
 from areal_jax.run.make_plan import make_plan
@@ -216,7 +216,7 @@ async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
         groups = []
         for i in range(size):
             task, number = next(tasks), version * size + i
-            calls = Calls(run.engine, version, sampling, exp.seed, number, {})
+            calls = JournaledGenerate(run.engine, version, sampling, exp.seed, number, {})
             groups.append(Group(number, task, await workflow(task, calls, run.grader)))
         run.trainer.step(groups)
         run.weight_channel.publish(version + 1, run.trainer.params)

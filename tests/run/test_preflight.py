@@ -18,7 +18,7 @@ from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import experiment_names, load_experiment
 from areal_jax.data.code_tasks import Stdin, format_tests
 from areal_jax.data.policy_files import EMBEDDED
-from areal_jax.data.references import Reference
+from areal_jax.data.references import ReferenceAnswer
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.errors import ConfigError
 from areal_jax.records import Message, Task
@@ -104,7 +104,7 @@ def test_tool_calls_are_written_as_the_workflow_reads_them() -> None:
     experiment = load_experiment("tool_math", "workflow.call_format=Hermes")
     assert isinstance(experiment, Experiment)
     task = Task("one", (Message("user", "1+1?"),), "2")
-    scripts = {each.name: each for each in write_scripts(experiment, task, Reference("2", "3"), "{boxed}")}  # fmt: skip
+    scripts = {each.name: each for each in write_scripts(experiment, task, ReferenceAnswer("2", "3"), "{boxed}")}  # fmt: skip
     call = (
         '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2*(3+4)"}}\n</tool_call>'
     )
@@ -147,7 +147,7 @@ def test_a_reward_for_everything_is_refused(
 
 
 @pytest.mark.slow
-def test_answers_that_no_verifier_reads_are_refused(tmp_path: Path) -> None:
+def test_answers_without_a_verifier_are_refused(tmp_path: Path) -> None:
     # A field with a whole solution, of which the verifier would read the box alone.
     rows = [
         {"question": f"What is {n}?", "answer": n, "text": f"It is \\boxed{{{n}}}, as said."}
@@ -338,7 +338,7 @@ def test_examples_are_packed_and_learned(name: str) -> None:
 # Which policy it reads.
 
 
-def test_the_command_that_makes_a_policy_names_its_tokenizer(
+def test_command_for_a_missing_policy_names_its_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -350,7 +350,7 @@ def test_the_command_that_makes_a_policy_names_its_tokenizer(
     assert find_tokenizer_folder(load_experiment("countdown"), "countdown") == (made, ())
 
 
-def test_a_policy_that_nothing_makes_is_refused(tmp_path: Path) -> None:
+def test_missing_policy_is_refused(tmp_path: Path) -> None:
     experiment = load_experiment("countdown", f"policy.path={tmp_path}/none")
     with pytest.raises(ConfigError, match=r"policy\.path=.*none: .*--preflight reads config\.json"):
         find_tokenizer_folder(experiment, "countdown")

@@ -85,12 +85,13 @@ def test_replay_of_a_killed_run_is_bit_exact_at_every_version(
 @pytest.mark.timeout(600)
 def test_the_engine_of_every_trained_request_is_recorded(recorded: Path) -> None:
     assigned: dict[str, int] = {}
-    for row in jsonl.read(path_of(recorded, 0).with_name(ASSIGNMENTS)):
+    rows = list(jsonl.read(path_of(recorded, 0).with_name(ASSIGNMENTS)))
+    for row in rows:
         assigned |= dict(row["assignments"])
         trained = {group.id for group in read_rollouts(recorded, row["version"])}
         # The one request of a group is a single turn's.
         assert trained <= {int(request.partition(".")[0]) for request in assigned}
-    assert row["version"] == 5 and set(assigned.values()) == {0}
+    assert rows[-1]["version"] == 5 and set(assigned.values()) == {0}
 
 
 @pytest.mark.slow

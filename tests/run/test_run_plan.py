@@ -166,7 +166,7 @@ def test_frozen_policy_with_other_tokens_is_refused_by_its_setting(
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(
         ConfigError,
-        match=r"trainer\.reference\.path=.* speaks other tokens than policy.*2 tokens differ",
+        match=r"trainer\.reference\.path=.* has other tokens than policy.*2 tokens differ",
     ):
         plan(policy, f"trainer.reference.path={tmp_path}")
     with pytest.raises(ConfigError, match=r"trainer\.teacher\.path=\./missing"):
@@ -188,7 +188,7 @@ def test_frozen_policy_with_other_tokens_is_refused_by_its_setting(
     ],
 )
 @pytest.mark.slow
-def test_an_adapter_that_does_not_belong_to_the_policy_is_refused(
+def test_adapter_of_another_policy_is_refused(
     policy: Path, tmp_path: Path, base: str | None, rank: int, said: str
 ) -> None:
     adapted = Policy(MODEL, LoRA(rank=2, targets=("q_proj",)))

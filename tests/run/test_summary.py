@@ -61,7 +61,7 @@ def test_next_commands_need_a_checkpoint(tmp_path: Path) -> None:
     assert serve.endswith(shell_command("serve", f"model={tmp_path}"))
 
 
-def test_commands_can_be_typed_where_the_run_ended(
+def test_commands_are_relative_to_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = tmp_path / "venv" / "bin"

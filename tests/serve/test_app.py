@@ -151,9 +151,7 @@ def test_tool_calls_of_streamed_and_whole_answers_are_the_same(
         ),
     ],
 )
-def test_template_errors_refuse_the_conversation_in_their_words(
-    tmp_path: Path, template: str, words: str
-):
+def test_template_errors_are_reported_in_their_text(tmp_path: Path, template: str, words: str):
     for name in ("tokenizer.json", "config.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / name, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
@@ -170,7 +168,7 @@ def test_template_errors_refuse_the_conversation_in_their_words(
     asyncio.run(main())
 
 
-def test_a_text_to_go_on_from_is_begun_as_the_tokenizer_begins_texts(tmp_path: Path):
+def test_continuation_prompt_starts_with_the_bos_token(tmp_path: Path):
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / name, tmp_path)
     inner = tokenizers.Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
@@ -253,7 +251,7 @@ def test_one_request_too_many_gets_retry_after():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_takes_too_long_is_broken_off(stream: bool):
+def test_slow_answer_times_out(stream: bool):
     engine = Scripted(["hello there"], hangs=True)
 
     async def main() -> None:
@@ -290,7 +288,7 @@ def test_a_stopped_engine_is_reported_by_responses_and_health():
     assert unhealthy.value.status_code == 503
 
 
-def test_a_failure_of_our_own_tells_nothing_but_its_kind(caplog: pytest.LogCaptureFixture):
+def test_internal_error_reveals_only_its_kind(caplog: pytest.LogCaptureFixture):
     async def main() -> None:
         async with served(Scripted(error=KeyError("a secret"))) as (_, client):
             with pytest.raises(
@@ -303,7 +301,7 @@ def test_a_failure_of_our_own_tells_nothing_but_its_kind(caplog: pytest.LogCaptu
     assert "a secret" in caplog.text
 
 
-def test_a_request_that_never_arrives_is_not_waited_for():
+def test_incomplete_request_times_out():
     async def main() -> bytes:
         async with served(Scripted(), LimitsConfig(body_timeout_s=0.2)) as (_, client):
             port = client.base_url.port
@@ -320,7 +318,7 @@ def test_a_request_that_never_arrives_is_not_waited_for():
     assert b"408" in asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_requests_without_a_seed_draw_differently_and_with_one_alike():
+def test_seeded_requests_repeat_and_unseeded_ones_differ():
     engine = Scripted()
 
     async def main() -> None:
@@ -334,19 +332,40 @@ def test_requests_without_a_seed_draw_differently_and_with_one_alike():
     assert seeds[2:] == [7, 7]
 
 
-def test_metrics_of_two_apps_are_separate_and_prometheus_parses_them():
-    async def scrape(client: openai.AsyncOpenAI) -> dict[str, Metric]:
-        url, headers = client.base_url.join("/metrics"), {"Authorization": f"Bearer {KEY}"}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(str(url), headers=headers) as answer,
-        ):
-            assert answer.headers["Content-Type"] == CONTENT_TYPE_LATEST
-            return {
-                family.name: family
-                for family in text_string_to_metric_families(await answer.text())
-            }
+async def scrape(client: openai.AsyncOpenAI) -> dict[str, Metric]:
+    """Return the metrics of a server by name."""
+    url, headers = client.base_url.join("/metrics"), {"Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession() as session, session.get(str(url), headers=headers) as answer:
+        assert answer.headers["Content-Type"] == CONTENT_TYPE_LATEST
+        return {
+            family.name: family for family in text_string_to_metric_families(await answer.text())
+        }
 
+
+def test_stream_that_fails_after_its_status_is_counted():
+    async def main() -> None:
+        async with served(Scripted(["hello there"], error=KeyError("secret"))) as (_, client):
+            with pytest.raises(openai.APIError, match="the server failed: KeyError"):
+                async for _ in await client.chat.completions.create(
+                    model="m", messages=ASKED, stream=True
+                ):
+                    pass
+            found = await scrape(client)
+        [failed] = [
+            each
+            for each in found["areal_jax_failed_streams"].samples
+            if each.name.endswith("total")
+        ]
+        assert (failed.labels, failed.value) == ({"endpoint": "/v1/chat/completions"}, 1)
+        [finished] = [
+            each for each in found["areal_jax_requests"].samples if each.name.endswith("total")
+        ]
+        assert finished.labels["status"] == "200"
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_metrics_of_two_apps_are_separate_and_prometheus_parses_them():
     async def main() -> None:
         async with served(Scripted(["hello"])) as (_, client), served(Scripted()) as (_, other):
             await client.chat.completions.create(model="m", messages=ASKED)

@@ -133,7 +133,7 @@ def texts(**body: Any) -> Any:
         ({"banana": 1}, "Unrecognized request argument supplied: banana"),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(body: dict[str, Any], words: str):
+def test_invalid_body_is_refused_with_a_reason(body: dict[str, Any], words: str):
     with pytest.raises(APIError) as refused:
         chat(**body)
     assert refused.value.status == 400
@@ -141,7 +141,7 @@ def test_what_cannot_be_is_refused_in_words(body: dict[str, Any], words: str):
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], [1, -1], [[1], "a", 3], [1.5], 3])
-def test_a_prompt_is_text_or_tokens_or_several_of_either(prompt: Any):
+def test_prompt_is_text_or_tokens_or_a_list(prompt: Any):
     with pytest.raises(APIError):
         texts(prompt=prompt)
 
@@ -158,16 +158,16 @@ def test_prompts_are_read(prompt: Any, read: Any):
     "body",
     [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}', b'{"\\udfff": 1}'],
 )
-def test_a_body_that_is_no_object_is_refused(body: bytes):
+def test_body_that_is_not_an_object_is_refused(body: bytes):
     with pytest.raises(APIError):
         read_json(body, 1000)
 
 
-def test_null_is_as_if_it_was_not_given():
+def test_null_fields_are_treated_as_absent():
     assert chat(n=None, stop=None, seed=None, tools=None, temperature=None) == chat()
 
 
-def test_messages_become_what_templates_read():
+def test_messages_are_converted_for_templates():
     asked = chat(
         messages=[
             {
@@ -193,7 +193,7 @@ def test_messages_become_what_templates_read():
     )
 
 
-def test_only_what_is_given_changes_how_tokens_are_drawn():
+def test_absent_fields_leave_sampling_parameters_unchanged():
     assert chat().generation_params.sampling == {}
     generation_params = chat(
         temperature=1,
@@ -214,5 +214,5 @@ def test_only_what_is_given_changes_how_tokens_are_drawn():
     assert generation_params.max_new_tokens == 9
 
 
-def test_the_newer_name_of_the_budget_goes_before_the_older_one():
+def test_max_completion_tokens_takes_precedence():
     assert chat(max_tokens=9, max_completion_tokens=5).generation_params.max_new_tokens == 5

@@ -30,7 +30,7 @@ SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
 @given(st.text(), SIZES)
-def test_pieces_of_whole_characters_add_up_to_the_text(text: str, sizes: list[int]):
+def test_emitted_pieces_concatenate_to_the_text(text: str, sizes: list[int]):
     detokenizer = Detokenizer(decode)
     said = [detokenizer.push(chunk) for chunk in chunks(text.encode(), sizes)]
     if "\ufffd" not in text:
@@ -39,24 +39,20 @@ def test_pieces_of_whole_characters_add_up_to_the_text(text: str, sizes: list[in
 
 
 @given(st.binary(), SIZES)
-def test_bytes_that_make_no_character_come_out_as_they_would_at_once(
-    tokens: bytes, sizes: list[int]
-):
+def test_incomplete_bytes_are_emitted_as_replacements(tokens: bytes, sizes: list[int]):
     detokenizer = Detokenizer(decode)
     said = "".join(detokenizer.push(chunk) for chunk in chunks(tokens, sizes)) + detokenizer.flush()
     assert said == decode(tokens)
 
 
-def test_a_character_comes_with_its_last_token():
+def test_character_is_emitted_with_its_last_token():
     detokenizer = Detokenizer(decode)
     # The euro sign is three bytes.
     assert [detokenizer.push([byte]) for byte in "a€b".encode()] == ["a", "", "", "€", "b"]
 
 
 @given(st.text("ab€"), st.lists(st.text("ab€", min_size=1, max_size=3), max_size=3), SIZES)
-def test_an_answer_ends_before_the_first_stop_string_whatever_its_pieces(
-    text: str, stops: list[str], sizes: list[int]
-):
+def test_answer_ends_before_the_first_stop_string(text: str, stops: list[str], sizes: list[int]):
     tokens = list(text.encode())
     detokenizer = StreamDetokenizer(decode, stops)
     said = ""
@@ -81,7 +77,7 @@ def test_an_answer_ends_before_the_first_stop_string_whatever_its_pieces(
     assert detokenizer.text == said
 
 
-def test_what_may_be_the_beginning_of_a_stop_string_is_held_back():
+def test_possible_stop_string_prefix_is_held_back():
     detokenizer = StreamDetokenizer(decode, ["END"])
     assert detokenizer.push(b"an E") == "an "
     assert detokenizer.push(b"N") == ""
@@ -90,14 +86,14 @@ def test_what_may_be_the_beginning_of_a_stop_string_is_held_back():
     assert detokenizer.finish(b"an ENT EN") == "EN"
 
 
-def test_silent_tokens_count_and_say_nothing():
-    detokenizer = StreamDetokenizer(decode, silent={ord("!")})
+def test_skipped_tokens_are_counted_without_text():
+    detokenizer = StreamDetokenizer(decode, skipped={ord("!")})
     assert detokenizer.push(b"hi!") == "hi"
     assert detokenizer.num_tokens == 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 50])
-def test_from_a_mark_on_all_is_held_back(size: int):
+def test_text_after_the_hold_mark_is_not_emitted(size: int):
     detokenizer, text = StreamDetokenizer(decode, hold="<call>"), b"so <cal <call>f(1)</call>"
     said = "".join(detokenizer.push(chunk) for chunk in chunks(text, [size])) + detokenizer.finish(
         text

@@ -61,7 +61,7 @@ def test_texts_are_encoded_and_decoded_off_the_event_loop():
 
 
 @pytest.mark.slow
-def test_the_event_loop_turns_while_megabytes_are_encoded():
+def test_event_loop_is_responsive_during_encoding():
     async def main() -> list[int]:
         async with served(Scripted()) as (_, client):
             asking = asyncio.ensure_future(client.completions.create(model="m", prompt=MEGABYTES))
@@ -91,7 +91,7 @@ def test_a_prompt_of_too_many_bytes_is_refused_before_it_is_encoded():
 
 
 @pytest.mark.parametrize("path", ["chat", "texts"])
-def test_what_is_too_long_is_refused_as_openai_refuses_it(path: str):
+def test_context_length_error_has_openai_format(path: str):
     engine = Scripted()
 
     async def main() -> None:
@@ -156,7 +156,7 @@ def test_long_texts_become_the_tokens_of_the_library():
         ({"logit_bias": {"1": 1}}, "logit_bias is not supported"),
     ],
 )
-def test_what_there_is_too_much_of_is_refused_with_its_limit(given: dict[str, Any], words: str):
+def test_oversized_requests_name_the_limit(given: dict[str, Any], words: str):
     engine = Scripted()
 
     async def main() -> None:
@@ -193,7 +193,7 @@ def test_large_answers_are_written_as_json(value: dict[str, Any]):
 
 
 @pytest.mark.slow
-def test_the_event_loop_turns_while_large_answers_are_written():
+def test_event_loop_is_responsive_during_large_responses():
     async def main() -> int:
         async with served(Scripted([TEXT * 60])) as (_, client):
             create = client.chat.completions.create
@@ -271,7 +271,7 @@ def test_a_connection_without_a_request_is_closed(begun: bytes):
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_connection_too_many_is_refused_and_others_are_answered():
+def test_connection_above_the_limit_is_refused():
     async def main() -> None:
         async with served(Scripted(), LimitsConfig(max_connections=3)) as (_, client):
             port = await port_of(client)

@@ -90,9 +90,7 @@ def texts(answer: ChatCompletion) -> list[str | None]:
 
 
 @pytest.mark.slow
-def test_the_tokens_are_those_that_the_driver_gives_the_same_request(
-    server: Server, client: openai.OpenAI
-):
+def test_server_tokens_match_the_engine_loop(server: Server, client: openai.OpenAI):
     answer = chat(client, n=2, seed=7, temperature=0.9, max_completion_tokens=20, extra_body=TOKENS)
     tokenizer, sampling = server.source.tokenizer, server.source.sampling
     prompt = tokenizer.render([Message("user", ASKED[0]["content"])])
@@ -113,7 +111,7 @@ def test_the_tokens_are_those_that_the_driver_gives_the_same_request(
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), sampled)
 
 
-def test_a_stream_says_what_an_answer_in_one_says(client: openai.OpenAI):
+def test_streamed_and_complete_answers_are_equal(client: openai.OpenAI):
     whole = chat(client, n=3, seed=5, logprobs=True, extra_body=TOKENS)
     said, sampled, finish, logp = ([""] * 3, [[], [], []], [None] * 3, [[], [], []])
     usage, num_chunks = None, 0
@@ -191,8 +189,8 @@ def test_logprobs_come_with_the_most_likely_tokens(client: openai.OpenAI):
 
 
 @pytest.mark.slow
-def test_a_stop_string_ends_an_answer_wherever_its_tokens_begin(client: openai.OpenAI):
-    # Long answers: what is sampled before the server hears of the first tokens is far from all of
+def test_stop_string_may_begin_inside_a_token(client: openai.OpenAI):
+    # Long answers: what is sampled before the server receives the first tokens is far from all of
     # it.
     long = TOKENS | {"min_tokens": 256}
     free = chat(client, seed=3, extra_body=long)
@@ -212,7 +210,7 @@ def test_a_stop_string_ends_an_answer_wherever_its_tokens_begin(client: openai.O
         )
 
 
-def test_penalties_and_early_stops_are_heeded(client: openai.OpenAI):
+def test_penalties_and_min_new_tokens_are_applied(client: openai.OpenAI):
     plain = chat(client, seed=2, temperature=0, max_tokens=24, extra_body=TOKENS)
     other = chat(
         client,
@@ -229,7 +227,9 @@ def test_penalties_and_early_stops_are_heeded(client: openai.OpenAI):
 
 
 @pytest.mark.slow
-def test_64_clients_at_once_are_answered_as_each_alone(server: Server, client: openai.OpenAI):
+def test_64_concurrent_clients_get_the_answers_of_single_ones(
+    server: Server, client: openai.OpenAI
+):
     alone = {seed: texts(chat(client, seed=seed, max_tokens=16)) for seed in range(4)}
 
     async def all_at_once() -> list[list[str | None]]:
@@ -248,7 +248,7 @@ def test_64_clients_at_once_are_answered_as_each_alone(server: Server, client: o
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_leaves_frees_its_slots(server: Server, client: openai.OpenAI, streams: bool):
+def test_disconnected_client_frees_its_slots(server: Server, client: openai.OpenAI, streams: bool):
     # As raw sockets: what leaves here is the connection itself.
     async def leave() -> None:
         body = json.dumps(
@@ -309,7 +309,7 @@ def metric(server: Server, client: openai.OpenAI, name: str) -> float:
     )
 
 
-def test_what_is_counted_grows_by_what_was_answered(server: Server, client: openai.OpenAI):
+def test_request_counters_grow_by_the_answers(server: Server, client: openai.OpenAI):
     names = ("completion_tokens_total", "prompt_tokens_total", "engine_requests_total")
     before = [metric(server, client, name) for name in names]
     usage = chat(client, seed=1, max_tokens=5).usage
@@ -317,9 +317,7 @@ def test_what_is_counted_grows_by_what_was_answered(server: Server, client: open
     assert np.subtract(after, before).tolist() == [usage.completion_tokens, usage.prompt_tokens, 1]
 
 
-def test_who_only_looks_at_the_server_is_neither_counted_nor_timed(
-    server: Server, client: openai.OpenAI
-):
+def test_health_requests_are_not_counted(server: Server, client: openai.OpenAI):
     def counted() -> list[float]:
         return [
             metric(server, client, name) for name in ("requests_running", "request_seconds_count")
@@ -358,7 +356,7 @@ def test_who_only_looks_at_the_server_is_neither_counted_nor_timed(
         ),
     ],
 )
-def test_what_no_client_of_good_will_sends_is_refused_and_ends_nothing(
+def test_hostile_bodies_are_refused_without_harm(
     server: Server, client: openai.OpenAI, header: bytes, body: bytes, status: int
 ):
     async def answered() -> bytes:
@@ -384,7 +382,7 @@ def test_what_no_client_of_good_will_sends_is_refused_and_ends_nothing(
     assert texts(chat(client, seed=0, max_tokens=2))
 
 
-def test_the_wrong_token_opens_nothing(server: Server):
+def test_wrong_bearer_token_is_refused(server: Server):
     for key in ("wrong", KEY + "x", "ключ"):
         shown = f"Bearer {key}".encode().decode("latin-1")  # as bytes travel in headers
         request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": shown})
@@ -428,7 +426,7 @@ def test_models_are_named(client: openai.OpenAI):
         ({"messages": []}, "expected messages to have at least 1 item"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_with_the_knob(
+def test_unanswerable_requests_name_the_setting(
     client: openai.OpenAI, how: dict[str, Any], words: str
 ):
     with pytest.raises(openai.BadRequestError) as refused:
@@ -438,7 +436,7 @@ def test_what_cannot_be_answered_is_refused_with_the_knob(
         chat(client, **how, stream=True)
 
 
-def test_a_prompt_of_tokens_that_there_are_not_is_refused(client: openai.OpenAI):
+def test_prompt_with_unknown_token_ids_is_refused(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match="expected 0 to 767"):
         client.completions.create(model=MODEL, prompt=[1, 768])
 
@@ -465,7 +463,7 @@ def test_a_malformed_body_is_answered_with_an_error_in_openais_form(
     assert error["type"] == "invalid_request_error"
 
 
-def test_what_there_is_not_is_not_found(server: Server):
+def test_unknown_paths_return_404(server: Server):
     for path in ("/v1/embeddings", "/sessions/x/v1/models", "/"):
         request = urllib.request.Request(
             server.url + path, headers={"Authorization": f"Bearer {KEY}"}

@@ -140,7 +140,7 @@ def test_sessions_train_on_sampled_tokens_in_100_odd_conversations():
     )
 
 
-def test_a_history_that_the_agent_has_changed_is_taken_as_it_is():
+def test_changed_history_is_rendered_again():
     async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
         asked = {"role": "user", "content": "q"}
         await say(client, [asked])
@@ -157,9 +157,7 @@ def test_a_history_that_the_agent_has_changed_is_taken_as_it_is():
 
 
 @pytest.mark.parametrize("repeats_tools", [True, False])
-def test_a_conversation_keeps_the_template_of_its_tools(
-    repeats_tools: bool, tmp_path: Path
-) -> None:
+def test_conversation_keeps_its_tools(repeats_tools: bool, tmp_path: Path) -> None:
     shutil.copytree(EMBEDDED, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "tokenizer_config.json"
     settings = json.loads(file.read_text())
@@ -183,7 +181,7 @@ def test_a_conversation_keeps_the_template_of_its_tools(
     in_session(Odd(4), converse, tokenizer)
 
 
-def test_of_several_answers_the_one_that_is_gone_on_from_is_found():
+def test_continued_choice_is_found_among_several():
     async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
         asked: Any = [{"role": "user", "content": "q"}]
         answer = await client.chat.completions.create(model="policy", messages=asked, n=3)
@@ -237,7 +235,7 @@ def test_agents_may_lower_max_tokens_and_unsupported_params_are_refused():
     assert odd.budgets == [7, 50, 50]
 
 
-def test_a_session_is_open_to_its_own_token_only_and_only_while_it_lasts():
+def test_session_accepts_only_its_token_while_open():
     async def main() -> None:
         async with AgentServer(TOKENIZER, 50, 100.0).listening() as server:
             async with server.open(Odd(5)) as one, server.open(Odd(6)) as two:
@@ -259,7 +257,7 @@ def test_a_session_is_open_to_its_own_token_only_and_only_while_it_lasts():
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_calls_under_way_when_a_session_ends_are_broken_off():
+def test_closing_a_session_cancels_its_calls():
     cancelled = asyncio.Event()
 
     async def generate(prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
@@ -286,7 +284,7 @@ def test_calls_under_way_when_a_session_ends_are_broken_off():
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_a_call_may_take_as_long_as_its_agent_and_no_longer():
+def test_call_timeout_is_the_agents_timeout():
     async def generate(prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
         await asyncio.sleep(60)
         return []

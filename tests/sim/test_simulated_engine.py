@@ -14,7 +14,7 @@ from areal_jax.records import Completion, Request, Sampling
 from areal_jax.sim.clock import run
 from areal_jax.sim.costs import Efficiency, EngineCosts
 from areal_jax.sim.engine import EngineBehavior
-from areal_jax.sim.fleet import Fleet
+from areal_jax.sim.fleet import SimulatedFleet
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal, Recorded
 
@@ -58,7 +58,7 @@ def decode_s(num: int, steps: int, context: int) -> float:
 
 def test_equal_sequences_take_the_closed_forms_time() -> None:
     async def main() -> list[Completion]:
-        return await Fleet(COSTS, FixedLengths((300,) * 8), 1).submit(request("a", 8))
+        return await SimulatedFleet(COSTS, FixedLengths((300,) * 8), 1).submit(request("a", 8))
 
     completions, seconds = timed(main())
     assert [len(completion.tokens) for completion in completions] == [300] * 8
@@ -68,7 +68,7 @@ def test_equal_sequences_take_the_closed_forms_time() -> None:
 def test_a_step_grows_cheaper_as_sequences_end() -> None:
     # Two of 100 tokens, then one alone for 200 more.
     async def main() -> list[Completion]:
-        return await Fleet(COSTS, FixedLengths((100, 300)), 1).submit(request("a", 2))
+        return await SimulatedFleet(COSTS, FixedLengths((100, 300)), 1).submit(request("a", 2))
 
     _, seconds = timed(main())
     expected = PREFILL_S + decode_s(2, 100, PROMPT) + decode_s(1, 200, PROMPT + 100)
@@ -76,8 +76,8 @@ def test_a_step_grows_cheaper_as_sequences_end() -> None:
 
 
 def test_engine_time_adds_up_and_tokens_are_sampled_once() -> None:
-    async def main() -> tuple[Fleet, int]:
-        fleet = Fleet(COSTS, LogNormal(400.0, 1.0), 3, EngineBehavior(num_slots=5))
+    async def main() -> tuple[SimulatedFleet, int]:
+        fleet = SimulatedFleet(COSTS, LogNormal(400.0, 1.0), 3, EngineBehavior(num_slots=5))
         answers = [fleet.submit(request(str(i), 4)) for i in range(20)]
         for version in range(1, 4):
             await asyncio.sleep(1.0)
@@ -98,7 +98,7 @@ def test_engine_time_adds_up_and_tokens_are_sampled_once() -> None:
 def test_slots_bound_running_sequences_and_the_queue_is_fifo() -> None:
     # Two slots, three sequences of 100: two together, then one.
     async def main() -> float:
-        fleet = Fleet(COSTS, FixedLengths((100,)), 1, EngineBehavior(num_slots=2))
+        fleet = SimulatedFleet(COSTS, FixedLengths((100,)), 1, EngineBehavior(num_slots=2))
         await asyncio.gather(*(fleet.submit(request(name, 1)) for name in "abc"))
         return asyncio.get_running_loop().time()
 
@@ -109,7 +109,7 @@ def test_slots_bound_running_sequences_and_the_queue_is_fifo() -> None:
 def test_tokens_carry_the_version_that_sampled_them() -> None:
     async def main(on_update: str) -> tuple[list[int], float]:
         behavior = EngineBehavior(on_update="keep" if on_update == "keep" else "recompute")
-        fleet = Fleet(COSTS, FixedLengths((200,)), 1, behavior)
+        fleet = SimulatedFleet(COSTS, FixedLengths((200,)), 1, behavior)
         answer = fleet.submit(request("a", 1))
         # After half of its 200 tokens, and a little.
         await asyncio.sleep(PREFILL_S + decode_s(1, 100, PROMPT) + 1e-6)
@@ -128,7 +128,7 @@ def test_tokens_carry_the_version_that_sampled_them() -> None:
 
 def test_draining_engines_swap_when_empty_and_admit_nothing_before() -> None:
     async def main() -> tuple[list[int], list[int], float]:
-        fleet = Fleet(COSTS, FixedLengths((200,)), 1, EngineBehavior(on_update="drain"))
+        fleet = SimulatedFleet(COSTS, FixedLengths((200,)), 1, EngineBehavior(on_update="drain"))
         first = fleet.submit(request("a", 1))
         await asyncio.sleep(0.1)
         fleet.publish(7, [0.0])
@@ -146,7 +146,7 @@ def test_draining_engines_swap_when_empty_and_admit_nothing_before() -> None:
 
 def test_a_request_waits_for_the_weights_that_may_start_it() -> None:
     async def main() -> list[int]:
-        fleet = Fleet(COSTS, FixedLengths((10,)), 2)
+        fleet = SimulatedFleet(COSTS, FixedLengths((10,)), 2)
         answer = fleet.submit(request("a", 1, min_version=1))
         await asyncio.sleep(5.0)
         assert not answer.done()
@@ -170,7 +170,7 @@ def test_full_caches_preempt_the_youngest_and_lose_nothing() -> None:
     assert costs.kv_tokens in (1999, 2000)
 
     async def main() -> tuple[list[Completion], int]:
-        fleet = Fleet(costs, FixedLengths((900,) * 3), 1)
+        fleet = SimulatedFleet(costs, FixedLengths((900,) * 3), 1)
         return await fleet.submit(request("a", 3)), fleet.counts["preempted"]
 
     completions, preempted = run(main())
@@ -180,7 +180,7 @@ def test_full_caches_preempt_the_youngest_and_lose_nothing() -> None:
 
 def test_sequences_of_a_failed_engine_continue_elsewhere() -> None:
     async def main() -> tuple[int, float]:
-        fleet = Fleet(COSTS, FixedLengths((1000,)), 2)
+        fleet = SimulatedFleet(COSTS, FixedLengths((1000,)), 2)
         answers = [fleet.submit(request(str(i), 1)) for i in range(4)]
         await asyncio.sleep(1.0)
         sampled = {name: len(parts[0].tokens) for name, parts in (await fleet.snapshot()).items()}
@@ -200,7 +200,7 @@ def test_sequences_of_a_failed_engine_continue_elsewhere() -> None:
 
 def test_without_any_engine_requests_wait_for_a_repair() -> None:
     async def main() -> int:
-        fleet = Fleet(COSTS, FixedLengths((50,)), 1)
+        fleet = SimulatedFleet(COSTS, FixedLengths((50,)), 1)
         answer = fleet.submit(request("a", 1))
         await asyncio.sleep(0.05)
         fleet.fail(0, repaired_after_s=60.0)
@@ -213,12 +213,12 @@ def test_without_any_engine_requests_wait_for_a_repair() -> None:
 
 def test_request_resumes_from_its_tokens() -> None:
     async def main() -> tuple[list[int], list[int], int]:
-        fleet = Fleet(COSTS, FixedLengths((20, 400)), 1)
+        fleet = SimulatedFleet(COSTS, FixedLengths((20, 400)), 1)
         answer = fleet.submit(request("a", 2))
         await asyncio.sleep(1.0)
         parts = (await fleet.snapshot())["a"]
         whole = [len(completion.tokens) for completion in await answer]
-        other = Fleet(COSTS, FixedLengths((20, 400)), 1, version=3)
+        other = SimulatedFleet(COSTS, FixedLengths((20, 400)), 1, version=3)
         resumed = await other.submit(request("a", 2, resume=parts))
         versions = resumed[1].versions
         return (
@@ -234,7 +234,9 @@ def test_request_resumes_from_its_tokens() -> None:
 
 def test_entry_can_represent_many_tokens() -> None:
     async def main() -> list[int]:
-        fleet = Fleet(COSTS, FixedLengths((100, 64, 1)), 1, EngineBehavior(tokens_per_entry=32))
+        fleet = SimulatedFleet(
+            COSTS, FixedLengths((100, 64, 1)), 1, EngineBehavior(tokens_per_entry=32)
+        )
         return [len(completion.versions) for completion in await fleet.submit(request("a", 3))]
 
     assert run(main()) == [4, 2, 1]
@@ -242,7 +244,7 @@ def test_entry_can_represent_many_tokens() -> None:
 
 def test_lengths_depend_on_the_seed_only_and_end_at_the_budget() -> None:
     async def main(first: bool) -> dict[int, list[tuple[int, str]]]:
-        fleet = Fleet(COSTS, LogNormal(5000.0, 1.0), 4)
+        fleet = SimulatedFleet(COSTS, LogNormal(5000.0, 1.0), 4)
         seeds = (1, 2, 3) if first else (3, 1, 2)
         answers = {seed: fleet.submit(replace(request(str(seed), 6), seed=seed)) for seed in seeds}
         return {
@@ -259,7 +261,7 @@ def test_lengths_depend_on_the_seed_only_and_end_at_the_budget() -> None:
 
 def test_recorded_lengths_are_sampled_from_the_recording() -> None:
     async def main() -> set[int]:
-        completions = await Fleet(COSTS, Recorded((3, 5)), 1).submit(request("a", 40))
+        completions = await SimulatedFleet(COSTS, Recorded((3, 5)), 1).submit(request("a", 40))
         return {len(completion.tokens) for completion in completions}
 
     assert run(main()) == {3, 5}
@@ -267,7 +269,7 @@ def test_recorded_lengths_are_sampled_from_the_recording() -> None:
 
 def test_engines_that_stop_fail_their_requests() -> None:
     async def main() -> None:
-        fleet = Fleet(COSTS, FixedLengths((50,)), 1)
+        fleet = SimulatedFleet(COSTS, FixedLengths((50,)), 1)
         answer = fleet.submit(request("a", 1))
         fleet.stop(MemoryError("device"))
         with pytest.raises(EngineStopped, match="device"):
@@ -279,7 +281,7 @@ def test_engines_that_stop_fail_their_requests() -> None:
 def test_weights_that_do_not_fit_are_refused() -> None:
     async def main() -> None:
         # 65.5 GB in 0.9 · 32 GB: short of 140 000 tokens of 262 kB.
-        Fleet(
+        SimulatedFleet(
             EngineCosts(known_shape("qwen2.5-32b"), DEVICES["TPU v5e"], 2, Efficiency()),
             FixedLengths((1,)),
             1,

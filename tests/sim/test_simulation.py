@@ -7,14 +7,21 @@ import pytest
 
 from areal_jax.models.known import known_shape
 from areal_jax.rollout.gate import Gate
-from areal_jax.sim.costs import Efficiency, EngineCosts, EvenSplit, Packed, Rewards, TrainerCosts
+from areal_jax.sim.costs import (
+    Efficiency,
+    EngineCosts,
+    EvenSplit,
+    PackedSchedule,
+    Rewards,
+    TrainerCosts,
+)
 from areal_jax.sim.engine import EngineBehavior
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal, Recorded, capped_mean
-from areal_jax.sim.simulation import Barrier, Cluster, Failures, Staged, Workload, simulate
+from areal_jax.sim.simulation import Barrier, Failures, SimulatedCluster, Staged, Workload, simulate
 
 MODEL, DEVICE = known_shape("qwen2.5-1.5b"), DEVICES["H100"]
-CLUSTER = Cluster(MODEL, DEVICE, rollout_devices=3, train_devices=1)
+CLUSTER = SimulatedCluster(MODEL, DEVICE, rollout_devices=3, train_devices=1)
 LONG_TAILED = LogNormal(1000.0, 1.0)
 WORKLOAD = Workload(
     LONG_TAILED, 8000, groups_per_batch=8, samples_per_group=4, max_running_groups=16
@@ -150,7 +157,7 @@ def test_a_pipeline_costs_fill_drain_and_its_fullest_stage() -> None:
     for num_devices in (8, 64):
         flat = TrainerCosts(model, DEVICE, num_devices, efficiency).train_s(lengths)
         cut = TrainerCosts(
-            model, DEVICE, num_devices, efficiency, layout=Packed(4, 1, 4096)
+            model, DEVICE, num_devices, efficiency, layout=PackedSchedule(4, 1, 4096)
         ).train_s(lengths)
         reduce_s = 0.0 if num_devices == 8 else 4 * 4 * model.num_params / 8 / (0.7 * 50e9)
         found.append(cut - reduce_s - fuller * (flat - reduce_s))

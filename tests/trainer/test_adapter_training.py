@@ -82,7 +82,7 @@ def test_the_adapter_learns_and_the_base_stays_bit_for_bit() -> None:
 
 
 @pytest.mark.slow
-def test_what_survives_is_the_adapter_and_its_moments() -> None:
+def test_checkpoint_has_the_adapter_and_its_moments() -> None:
     trainer = trainer_on(train_mesh(), jnp.bfloat16)
     trainer.step(batch())
     num_params = sum(leaf.size for leaf in jax.tree.leaves(lora.abstract(ADAPTED)))

@@ -127,7 +127,7 @@ def test_advantages_are_those_of_one_sequence_at_a_time_on_any_devices(
             )
 
 
-def test_the_mean_of_the_policys_loss_is_no_concern_of_the_critics(
+def test_critic_loss_ignores_the_policy_loss_mean(
     shared: Callable[[str], Trainer],
 ) -> None:
     learnt = []
@@ -293,7 +293,7 @@ def test_a_checkpoint_holds_the_critic_and_repeats_the_step(
     store.close()
 
 
-def test_a_critic_that_has_diverged_is_named(shared: Callable[[str], Trainer]) -> None:
+def test_diverged_critic_is_named(shared: Callable[[str], Trainer]) -> None:
     trainer = shared("one device")
     state = trainer.state
     assert state.critic is not None
@@ -311,7 +311,7 @@ def test_truncated_answers_bootstrap_from_the_critic(
 ) -> None:
     trainer = shared("one device")
     rng = np.random.default_rng(5)
-    # The longest of the batch, which nothing but its stop reason tells from an answer that ended.
+    # The longest of the batch, which differs from a finished answer in its stop reason only.
     whole = dataclasses.replace(sample(rng, ROW_TOKENS, 0, reward=1.0), stop_reason="stop")
     cut = dataclasses.replace(whole, stop_reason="length")
     result = trainer.step([group(0, whole, cut), *batch(num_groups=3)])

@@ -300,7 +300,7 @@ def test_learning_from_a_teacher_alone_brings_the_student_nearer_to_it(
     assert abs(np.mean(misses)) < 0.25 * before
 
 
-def test_what_is_named_and_not_given_or_given_and_not_named_is_refused() -> None:
+def test_frozen_policies_must_match_their_settings() -> None:
     config, mesh = chz.replace(CONFIG, reference=Reference()), train_mesh()
     with pytest.raises(
         ValueError, match=r"trainer\.reference: there is the setting and not a policy"
@@ -313,6 +313,6 @@ def test_what_is_named_and_not_given_or_given_and_not_named_is_refused() -> None
         make_trainer(CONFIG, mesh, teacher=given)
 
 
-def test_what_is_given_is_not_copied() -> None:
+def test_frozen_parameters_are_not_copied() -> None:
     given = jax.device_put(params(), PLACED)
     assert FrozenPolicy(plain_forward(), given)._params["embed"] is given["embed"]

@@ -265,7 +265,7 @@ def test_bfloat16_is_for_activations_only(shared: Callable[[str], Trainer]) -> N
     }
 
 
-def test_a_state_goes_on_on_another_mesh(shared: Callable[[str], Trainer]) -> None:
+def test_state_is_restored_on_another_mesh(shared: Callable[[str], Trainer]) -> None:
     trainer = shared("one mini-batch")
     trainer.step(batch(seed=2))
     saved = jax.device_get(trainer.state)
@@ -427,7 +427,7 @@ def test_a_kind_of_tasks_may_be_older_than_the_others(
     )
 
 
-def test_without_a_bound_nothing_is_stale(
+def test_no_token_is_stale_without_a_bound(
     shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = shared("one mini-batch")
@@ -456,7 +456,7 @@ def test_a_batch_without_a_trainable_token_changes_nothing_but_the_version(
     assert all(np.isfinite(value).all() for value in result.metrics.values())
 
 
-def test_a_loss_that_is_not_finite_is_refused_and_harms_nothing(
+def test_non_finite_loss_leaves_the_state_unchanged(
     shared: Callable[[str], Trainer],
 ) -> None:
     trainer, groups = shared("one mini-batch"), batch(seed=10)
@@ -623,7 +623,7 @@ def test_metrics_describe_the_batch(shared: Callable[[str], Trainer]) -> None:
     ids=["PPO", "behave", "interpolate"],
 )
 @pytest.mark.slow
-def test_a_proximal_policy_at_hand_needs_no_forward_pass(
+def test_known_proximal_policy_needs_no_forward_pass(
     loss: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make(loss=loss, num_mini_batches=2)
@@ -637,7 +637,7 @@ def test_a_proximal_policy_at_hand_needs_no_forward_pass(
 
 
 @pytest.mark.slow
-def test_with_behave_for_the_proximal_policy_nothing_is_decoupled() -> None:
+def test_behave_as_proximal_policy_is_plain_ppo() -> None:
     plain, decoupled = (
         make(loss=PPO(), num_mini_batches=2),
         make(loss=DecoupledPPO(proximal="behave"), num_mini_batches=2),
@@ -697,7 +697,7 @@ def test_an_entropy_bonus_keeps_the_policy_undecided() -> None:
     assert gained[1] > 1e-3
 
 
-def test_what_cannot_be_trained_on_is_refused_with_the_knob(
+def test_unusable_training_data_names_the_setting(
     shared: Callable[[str], Trainer],
 ) -> None:
     trainer, groups = shared("two mini-batches"), batch()

@@ -87,7 +87,7 @@ BOTH = pytest.mark.parametrize("loss", [DPO(), BradleyTerry()], ids=["a policy",
 
 @BOTH
 @pytest.mark.slow
-def test_what_is_chosen_gains_on_what_is_rejected(loss: Preference) -> None:
+def test_chosen_answers_gain_on_rejected_ones(loss: Preference) -> None:
     learning, unseen = trainer(loss), pairs(seed=1, count=16)
     learning.warm_up()
     before = learning.measure(unseen)
@@ -128,7 +128,7 @@ def test_micro_batches_devices_and_padding_change_nothing(loss: Preference) -> N
 
 
 @pytest.mark.slow
-def test_beside_an_adapter_the_reference_is_the_base_without_it() -> None:
+def test_reference_of_an_adapter_is_its_base() -> None:
     policy = Policy(POLICY.config, LoRA(rank=2))
     mesh, config = (
         train_mesh(),

@@ -115,14 +115,14 @@ def test_several_processes_end_with_the_parameters_of_one(ran: Ran):
             np.testing.assert_allclose(together[name], alone[name], rtol=1e-3, atol=2e-5)
 
 
-def test_one_goes_on_from_a_checkpoint_of_several_and_several_from_one(ran: Ran):
+def test_checkpoints_are_shared_by_one_and_several_hosts(ran: Ran):
     again, other = (found["again"] for found in ran.together)
     assert again == other
     assert again == pytest.approx(ran.alone[1], rel=2e-4, abs=1e-6)
     assert ran.again == pytest.approx(ran.together[0]["steps"][1], rel=2e-4, abs=1e-6)
 
 
-def test_what_several_processes_write_is_read_back(ran: Ran):
+def test_files_of_several_processes_are_read_back(ran: Ran):
     mesh = make_train_mesh(trainer_host.PLACEMENT, jax.devices()[:2])
     read = hf.load(
         ran.folder / "together" / "policy",
@@ -136,7 +136,7 @@ def test_what_several_processes_write_is_read_back(ran: Ran):
 
 
 @pytest.mark.parametrize("name", ["adapter/adapter_model.safetensors", "merged/model.safetensors"])
-def test_an_adapter_is_drawn_merged_and_written_by_several_as_by_one(ran: Ran, name: str):
+def test_several_hosts_export_and_publish_the_adapter_of_one(ran: Ran, name: str):
     alone, together = (load_file(ran.folder / which / name) for which in ("alone", "together"))
     assert alone.keys() == together.keys()
     for tensor in alone:

@@ -27,9 +27,9 @@ from areal_jax.rl.config import GAE, KLInReward, Reference, Teacher
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.pipeline import (
-    Contribution,
     PackedRollouts,
     SampleLimits,
+    StageOutput,
     estimate_advantages,
     pack_rollouts,
     select_tokens,
@@ -102,11 +102,11 @@ def test_token_rewards_of_stages_add_up() -> None:
     limits, config = SampleLimits(max_staleness=None, max_new_tokens=20), TrainerConfig()
     chosen = select_tokens(batch(), 0, limits)
 
-    def paying(amount: float) -> Contribution:
+    def paying(amount: float) -> StageOutput:
         def rewards(sample: Sample) -> np.ndarray:
             return np.where(sample.loss_mask, amount, 0.0)
 
-        return Contribution(token_rewards=chosen.map_samples(rewards))
+        return StageOutput(token_rewards=chosen.map_samples(rewards))
 
     estimate = partial(estimate_advantages, chosen, config, limits)
     plain, both = estimate([]).advantages, estimate([paying(0.25), paying(0.5)]).advantages

@@ -171,7 +171,7 @@ def test_paused_channel_delivers_the_last_version_afterwards():
         assert weight_channel.metrics()["dropped"] == (2.0, 1.0)
 
 
-def test_a_version_is_never_seen_in_part():
+def test_versions_are_published_atomically():
     meshes = meshes_of("4 + 4 devices")
     weight_channel = weight_channel_between(meshes, "device")
     prepared = [params_of(meshes, version) for version in range(40)]

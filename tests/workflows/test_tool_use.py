@@ -35,7 +35,7 @@ def test_calls_are_read_in_order_with_any_text_around_them() -> None:
     ]
 
 
-def test_what_is_thought_is_not_called() -> None:
+def test_calls_in_reasoning_are_ignored() -> None:
     assert hermes(f"<think>maybe {call(expression='1')}</think> no") == []
     assert hermes(f"<think>maybe</think> {call(expression='1')}") == [calculated("1")]
     assert hermes(f"<think>never ends {call(expression='1')}") == []
@@ -75,14 +75,14 @@ def test_what_is_thought_is_not_called() -> None:
         ),
     ],
 )
-def test_what_is_no_call_in_full_is_an_error_that_says_why(said: str, reason: str) -> None:
+def test_incomplete_call_error_gives_the_reason(said: str, reason: str) -> None:
     (bad,) = hermes(said)
     assert isinstance(bad, InvalidToolCall)
     assert reason in bad.reason
     assert len(bad.reason) < 300
 
 
-def test_a_tag_that_is_never_closed_is_an_error() -> None:
+def test_unclosed_tag_is_an_error() -> None:
     assert parse_calls(Tags(), "<search>a</search> <search>b", NAMES)[1] == InvalidToolCall(
         "<search> without </search>"
     )
@@ -90,7 +90,7 @@ def test_a_tag_that_is_never_closed_is_an_error() -> None:
     assert parse_calls(Tags(), "<python>1</python>", ("search",)) == []
 
 
-def test_there_is_an_end_to_the_calls_of_a_turn() -> None:
+def test_calls_of_a_turn_are_limited() -> None:
     assert hermes(call(expression="1") * MAX_CALLS) == [calculated("1")] * MAX_CALLS
     calls = hermes(call(expression="1") * (MAX_CALLS + 3))
     assert calls[:MAX_CALLS] == [calculated("1")] * MAX_CALLS
@@ -109,7 +109,7 @@ def test_extra_json_keys_are_ignored() -> None:
     assert hermes(f"<tool_call>{said}</tool_call>") == [calculated("1")]
 
 
-def test_an_announcement_tells_of_every_tool_and_of_no_other() -> None:
+def test_announcement_lists_exactly_the_tools() -> None:
     said = announcement(Hermes(), ("calculator", "search"))
     signatures = [json.loads(line) for line in said.split("\n") if line.startswith('{"type"')]
     assert [signature["function"]["name"] for signature in signatures] == ["calculator", "search"]

@@ -25,7 +25,7 @@ from areal_jax.records import (
     ToolResult,
 )
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
-from areal_jax.rollout.calls import Calls
+from areal_jax.rollout.calls import JournaledGenerate
 from areal_jax.workflows.config import MultiTurn, Tags, ToolUse, WorkflowConfig
 from areal_jax.workflows.from_config import make_workflow
 from areal_jax.workflows.single_turn import GradingFailed
@@ -282,7 +282,7 @@ def test_interrupted_conversation_resumes_identically() -> None:
     sampling = Sampling(16, stop_token_ids=TOKENIZER.stop_token_ids)
 
     async def rolled_out(engine: SlowEngine, journal: dict) -> tuple[list[tuple], dict]:
-        calls = Calls(engine, 0, sampling, 7, 0, dict(journal))
+        calls = JournaledGenerate(engine, 0, sampling, 7, 0, dict(journal))
         working = asyncio.ensure_future(workflow(TASK, calls, grader))
         stopped = asyncio.ensure_future(engine.has_stopped.wait())
         await asyncio.wait((working, stopped), timeout=60, return_when=asyncio.FIRST_COMPLETED)
