@@ -42,6 +42,7 @@ def attend_to_view(
         v: Float[Array, "S 1 K H"],
         cache: tuple[Array, Array],
         window: int | None = None,
+        sinks: Float[Array, "N"] | None = None,
     ) -> tuple[Float[Array, "S 1 N H"], tuple[Array, Array]]:
         # Rounded as the pages round, so that the view holds the same values before they are
         # written to pages.
@@ -49,7 +50,7 @@ def attend_to_view(
         keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k.transpose(0, 2, 3, 1), step, 3)
         values = jax.lax.dynamic_update_slice_in_dim(cache[1], v.swapaxes(1, 2), step, 2)
         near = seen if window is None else seen & (ages < window)
-        return masked_attention(q, keys, values, near[:, None]), (keys, values)
+        return masked_attention(q, keys, values, near[:, None], sinks), (keys, values)
 
     return attend
 

@@ -6,6 +6,7 @@ Axes: B rows, T tokens, S slots, K key-value heads, H head size, M pages of a sl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,8 +109,8 @@ def _attend_and_keep(attend: Attend) -> Attend:
     """Return `attend` that also returns keys and values."""
 
     def attend_and_keep(
-        q: Array, k: Array, v: Array, cache: None, window: int | None = None
+        q: Array, k: Array, v: Array, cache: None, *settings: Any
     ) -> tuple[Array, tuple[Array, Array]]:
-        return attend(q, k, v, cache, window)[0], (k, v)
+        return attend(q, k, v, cache, *settings)[0], (k, v)
 
     return attend_and_keep

@@ -116,7 +116,9 @@ class ModelConfig:
                 f"{source}: expected {', '.join(null)} to be a positive integer, found None"
             )
         # null means the number of attention heads in every family; an absent key may not.
-        config = {**family.defaults, **config}
+        if "quantization_config" not in ignored_keys:
+            _check_quantization(config, source)
+        config = _with_defaults(config, family)
         num_heads = _read_count(config, "num_attention_heads", source)
         num_kv_heads = _read_count(config, "num_key_value_heads", source, num_heads)
         hidden_size = _read_count(config, "hidden_size", source)
@@ -129,16 +131,7 @@ class ModelConfig:
             )
         max_position_embeddings = _read_count(config, "max_position_embeddings", source)
         windows = _read_sliding_windows(config, architecture, source)
-        rotary = rope.from_hf(config, source, by_window=family.rope_by_window)
-        if rotary.scaling is not None and not family.scales_rope:
-            raise ValueError(
-                f"{source}: expected {architecture} without RoPE scaling, found {rotary.scaling}"
-            )
-        if rotary.partial_factor != 1 and not family.rotates_part:
-            raise ValueError(
-                f"{source}: expected rope_parameters with partial_rotary_factor=1.0 for "
-                f"{architecture}, found {rotary.partial_factor}"
-            )
+        rotary = _read_rotary(config, architecture, source)
         has_bias = _read_flag(config, "attention_bias", source)
         return cls(
             architecture=architecture,
@@ -163,7 +156,7 @@ class ModelConfig:
             rotary_dim=_rotary_dim(rotary.partial_factor, head_dim, source),
             query_pre_attn_scalar=_read_query_scalar(config, head_dim, source),
             sliding_windows=windows,
-            moe=_read_moe(config, source) if family.is_moe else None,
+            moe=_read_moe(_with_expert_keys(config, family), source) if family.is_moe else None,
             bos_token_id=_read_token(config, "bos_token_id", source),
             eos_token_id=_read_tokens(config, "eos_token_id", source),
             pad_token_id=_read_token(config, "pad_token_id", source),
@@ -181,6 +174,9 @@ class ModelConfig:
         written = self._to_hf()
         if original is None:
             return written
+        if original.get("quantization_config") is not None:
+            # The written weights are not quantized.
+            original = {k: v for k, v in original.items() if k != "quantization_config"}
         before = ModelConfig.from_hf(original, "config.json", self.ignored_keys)
         if replace(before, ignored_keys=self.ignored_keys) == self:
             return dict(original)
@@ -233,7 +229,7 @@ class ModelConfig:
             moe = asdict(self.moe)
             if not self.moe.shared_expert_intermediate_size:
                 del moe["shared_expert_intermediate_size"]
-            written |= moe | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+            written |= _rename_expert_keys(moe, self.traits)
         if self.is_scalar:
             # transformers counts the labels of id2label.
             written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -241,6 +237,9 @@ class ModelConfig:
 
     def _rope_to_hf(self) -> dict[str, Any]:
         share = 1.0 if self.rotary_dim is None else self.rotary_dim / self.head_dim
+        if "rope_parameters" in self.traits.defaults and self.rope_scaling is None:
+            # The older keys would mean the default.
+            return {"rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta}}
         factor = share if self.traits.rotates_part else None
         local = self.traits.rope_by_window, self.local_rope_theta
         return rope.to_hf(self.rope_theta, self.rope_scaling, factor, *local)
@@ -266,6 +265,7 @@ class ModelConfig:
         attention = 2 * width * (heads + kv_heads) * self.head_dim
         biases = (heads + 2 * kv_heads) * self.head_dim if self.attention_bias else 0
         biases += width if self.output_bias else 0
+        biases += heads if self.traits.has_sinks else 0
         biases += 2 * self.intermediate_size + width if self.mlp_bias else 0
         norms = (4 if self.traits.norms == "both" else 2) * width
         if self.qk_norm:
@@ -277,6 +277,9 @@ class ModelConfig:
             mlp = 3 * width * self.intermediate_size
         else:
             mlp = moe.num_experts * (width + 3 * width * moe.moe_intermediate_size)
+            if self.traits.has_expert_biases:
+                # Of the router, of gate and up, and of down.
+                mlp += moe.num_experts * (1 + 2 * moe.moe_intermediate_size + width)
             if moe.shared_expert_intermediate_size:
                 mlp += 3 * width * moe.shared_expert_intermediate_size + width
         layer = attention + biases + norms + mlp
@@ -388,6 +391,41 @@ def _read_token(config: Mapping[str, Any], name: str, source: str) -> int | None
     return value
 
 
+def _check_quantization(config: Mapping[str, Any], source: str) -> None:
+    quantization = config.get("quantization_config")
+    if quantization is not None and quantization.get("quant_method") != "mxfp4":
+        raise ValueError(
+            f"{source}: expected quantization_config with quant_method='mxfp4', found "
+            f"{quantization!r}"
+        )
+
+
+def _with_defaults(config: Mapping[str, Any], family: Traits) -> dict[str, Any]:
+    """Add the family's values of absent keys; a RoPE scaling has two keys."""
+    has_scaling = bool(config.get("rope_scaling"))
+    absent = {
+        name: value
+        for name, value in family.defaults.items()
+        if not (has_scaling and name == "rope_parameters")
+    }
+    return {**absent, **config}
+
+
+def _read_rotary(config: Mapping[str, Any], architecture: Family, source: str) -> rope.Rotary:
+    family = TRAITS[architecture]
+    rotary = rope.from_hf(config, source, by_window=family.rope_by_window)
+    if rotary.scaling is not None and not family.scales_rope:
+        raise ValueError(
+            f"{source}: expected {architecture} without RoPE scaling, found {rotary.scaling}"
+        )
+    if rotary.partial_factor != 1 and not family.rotates_part:
+        raise ValueError(
+            f"{source}: expected rope_parameters with partial_rotary_factor=1.0 for "
+            f"{architecture}, found {rotary.partial_factor}"
+        )
+    return rotary
+
+
 def _activation_key(traits: Traits) -> dict[str, str]:
     if traits.activation == "gelu_tanh":
         return {"hidden_activation": "gelu_pytorch_tanh"}
@@ -487,6 +525,21 @@ def _read_sliding_windows(
             "layer_types, found none"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _with_expert_keys(config: Mapping[str, Any], family: Traits) -> dict[str, Any]:
+    """Add the names of MoEConfig's fields to a config.json."""
+    named = {
+        field: config[key] for field, key in family.expert_keys.items() if key and key in config
+    }
+    return {**config, **named}
+
+
+def _rename_expert_keys(moe: dict[str, Any], family: Traits) -> dict[str, Any]:
+    if not family.expert_keys:
+        return moe | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    names = {field: family.expert_keys.get(field, field) for field in moe}
+    return {name: moe[field] for field, name in names.items() if name is not None}
 
 
 def _read_moe(config: Mapping[str, Any], source: str) -> MoEConfig:

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.blocked_attention import ATTENDED, blocked_attention
@@ -54,8 +54,12 @@ def masked_attention(
     k: Float[Array, "B K H S"],
     v: Float[Array, "B K S H"],
     mask: Bool[Array, "B T S"],
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Compute softmax(q·k / sqrt(H)) · v over the keys where the mask is true.
+
+    The sink of a head is the score of one more key, whose value is 0 (arXiv:2309.17453, with a
+    learned score as in GPT-OSS).
 
     Query head n uses key-value head n // G. The layouts of keys and values are those of the
     products, so that a cache in these layouts is never transposed. The softmax is computed in
@@ -75,14 +79,17 @@ def masked_attention(
     # gradient.
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     # A shift does not change the softmax, so it needs no gradient.
-    exp = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))).reshape(
-        B, K, G * T, S
-    )
+    highest = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(K, G, 1, 1)
+        highest = jnp.maximum(highest, jax.lax.stop_gradient(sinks))
+    exp = jnp.exp(scores - highest).reshape(B, K, G * T, S)
+    total = exp.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - highest).reshape(B, K, G * T, 1)
     # Division after the product affects [.., H] numbers instead of [.., S], which halves the time
     # of attention in a training step on a CPU.
-    out = jnp.matmul(exp.astype(v.dtype), v, preferred_element_type=jnp.float32) / exp.sum(
-        axis=-1, keepdims=True
-    )
+    out = jnp.matmul(exp.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
     return out.astype(q.dtype).reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
@@ -98,17 +105,23 @@ def packed_attention(segment_ids: Int[Array, "B T"], kernel: Kernel = "dense") -
     """
 
     def attend(
-        q: Array, k: Array, v: Array, cache: None, window: int | None = None
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: None,
+        window: int | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, None]:
         match kernel:
             case "dense":
-                out = checkpoint_name(_dense_attention(q, k, v, segment_ids, window), ATTENDED)
-            case "tpu":
+                out = _dense_attention(q, k, v, segment_ids, window, sinks)
+                out = checkpoint_name(out, ATTENDED)
+            case "tpu" if sinks is None:
                 out = tpu_attention(q, k, v, segment_ids, window=window)
-            case "gpu" if window is None:
+            case "gpu" if window is None and sinks is None:
                 out = gpu_attention(q, k, v, segment_ids)
-            case _:  # the GPU kernel does not support windows
-                out = blocked_attention(q, k, v, segment_ids, window)
+            case _:  # jax's kernels do not support sinks, nor the one for GPUs windows
+                out = blocked_attention(q, k, v, segment_ids, window, sinks=sinks)
         return out, None
 
     return attend
@@ -138,7 +151,12 @@ def sharded_attention(
         return jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape, rules))
 
     def attend(
-        q: Array, k: Array, v: Array, cache: None, window: int | None = None
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: None,
+        window: int | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, None]:
         q = constrain(q, "batch", "tokens", "heads")
         k, v = (constrain(x, "batch", "tokens", "kv_heads") for x in (k, v))
@@ -148,13 +166,15 @@ def sharded_attention(
             K, shards = k.shape[2], num_shards(mesh, "attending_heads", rules)
             k, v = (jnp.repeat(x, math.lcm(K, shards) // K, axis=2) for x in (k, v))
         run = jax.shard_map(
-            lambda q, k, v, ids: packed_attention(ids, kernel)(q, k, v, None, window)[0],
+            lambda q, k, v, ids, sinks: packed_attention(ids, kernel)(q, k, v, None, window, sinks)[
+                0
+            ],
             mesh=mesh,
-            in_specs=(by_heads, by_heads, by_heads, by_rows),
+            in_specs=(by_heads, by_heads, by_heads, by_rows, PartitionSpec(by_heads[2])),
             out_specs=by_heads,
             check_vma=False,  # kernels do not declare over which axes their results vary
         )
-        return constrain(run(q, k, v, segment_ids), "batch", "tokens", "heads"), None
+        return constrain(run(q, k, v, segment_ids, sinks), "batch", "tokens", "heads"), None
 
     return attend
 
@@ -165,6 +185,7 @@ def _dense_attention(
     v: Float[Array, "B T K H"],
     segment_ids: Int[Array, "B T"],
     window: int | None,
+    sinks: Float[Array, "N"] | None,
 ) -> Float[Array, "B T N H"]:
     T = q.shape[1]
     sees = jnp.tril(jnp.ones((T, T), bool))
@@ -176,6 +197,7 @@ def _dense_attention(
     # masked.
     spans = [(start, min(start + 128, T)) for start in range(0, T, 128)]
     outs = [
-        masked_attention(q[:, i:j], k[..., :j], v[:, :, :j], mask[:, i:j, :j]) for i, j in spans
+        masked_attention(q[:, i:j], k[..., :j], v[:, :, :j], mask[:, i:j, :j], sinks)
+        for i, j in spans
     ]
     return jnp.concatenate(outs, axis=1)

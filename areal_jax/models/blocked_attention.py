@@ -10,7 +10,7 @@ block, c tokens of a block of keys, n blocks of a row.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ def blocked_attention(
     segment_ids: Int[Array, "B T"],
     window: int | None = None,
     block_tokens: int = BLOCK_TOKENS,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Compute softmax(q·k / sqrt(H)) · v, causal within segments.
 
@@ -58,13 +59,20 @@ def blocked_attention(
             padding, in which every token sees only itself.
         window: number of keys that a query sees, including its own; None for all.
         block_tokens: tokens of a block; affects speed and memory only.
+        sinks: score of one more key of each head, whose value is 0; None: there is none.
     """
-    return _attend(q, k, v, segment_ids, window, block_tokens)
+    return _attend(q, k, v, segment_ids, sinks, window, block_tokens)
 
 
 def _forward(
-    q: Array, k: Array, v: Array, segment_ids: Array, window: int | None, block_tokens: int
-) -> tuple[Array, tuple[Array, ...]]:
+    q: Array,
+    k: Array,
+    v: Array,
+    segment_ids: Array,
+    sinks: Array | None,
+    window: int | None,
+    block_tokens: int,
+) -> tuple[Array, tuple[Any, ...]]:
     reach = _reach(segment_ids, window, block_tokens)
     q_blocks, k_blocks, v_blocks = (
         _query_blocks(_scaled(q), k.shape[2], block_tokens),
@@ -87,23 +95,27 @@ def _forward(
             )
 
         none = jnp.full((B, K, G, C), _LOWEST), jnp.zeros((B, K, G, C)), jnp.zeros((B, K, G, C, H))
+        if sinks is not None:
+            # The running softmax begins with the sink.
+            score = sinks.astype(jnp.float32).reshape(K, G, 1)
+            none = jnp.broadcast_to(score, (B, K, G, C)), jnp.ones((B, K, G, C)), none[2]
         highest, weight, weighted = jax.lax.fori_loop(reach.first[i], i + 1, add_keys, none)
         return (weighted / weight[..., None]).astype(q.dtype), highest + jnp.log(weight)
 
     out_blocks, log_weights = jax.lax.map(attend_block, jnp.arange(len(q_blocks)))
     out = checkpoint_name(_rows(out_blocks, q.shape), ATTENDED)
-    return out, (q, k, v, segment_ids, out, checkpoint_name(log_weights, ATTENDED))
+    return out, (q, k, v, segment_ids, sinks, out, checkpoint_name(log_weights, ATTENDED))
 
 
 def _backward(
-    window: int | None, block_tokens: int, saved: tuple[Array, ...], d_out: Array
-) -> tuple[Array, Array, Array, None]:
-    """Compute the gradients of q, k and v.
+    window: int | None, block_tokens: int, saved: tuple[Any, ...], d_out: Array
+) -> tuple[Array, Array, Array, None, Array | None]:
+    """Compute the gradients of q, k, v and sinks.
 
     With p = exp(scores - log_weight): dv = pᵀ·do, ds = p ∘ (do·vᵀ - rowsum(do ∘ o)), dq = ds·k,
-    dk = dsᵀ·q (arXiv:2307.08691, algorithm 2).
+    dk = dsᵀ·q (arXiv:2307.08691, algorithm 2). With the value 0, d_sink = -p · rowsum(do ∘ o).
     """
-    q, k, v, segment_ids, out, log_weights = saved
+    q, k, v, segment_ids, sinks, out, log_weights = saved
     reach = _reach(segment_ids, window, block_tokens)
     K, dtype = k.shape[2], q.dtype
     q_blocks, k_blocks, v_blocks = (
@@ -139,10 +151,15 @@ def _backward(
     )
     # dk needs no scale, since q is scaled.
     dk, dv = (_rows(x[:, :, :, None], k.shape).astype(k.dtype) for x in (dk, dv))
-    return _rows(_scaled(dq), q.shape).astype(dtype), dk, dv, None
+    d_sinks = None
+    if sinks is not None:
+        p = jnp.exp(sinks.astype(jnp.float32).reshape(K, -1, 1) - log_weights)
+        d_sinks = -(p * row_sums[..., 0]).sum(axis=(0, 1, 4)).reshape(sinks.shape)
+        d_sinks = d_sinks.astype(sinks.dtype)
+    return _rows(_scaled(dq), q.shape).astype(dtype), dk, dv, None, d_sinks
 
 
-_attend = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(4, 5))
+_attend = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(5, 6))
 _attend.defvjp(_forward, _backward)
 
 

@@ -231,6 +231,22 @@ FAMILY_KEYS: Final[dict[Family, Mapping[str, Rule]]] = {
         "use_bidirectional_attention": Only((False, None)),
         **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Only((None,))),
     },
+    "GptOssForCausalLM": {
+        **dict.fromkeys(
+            (
+                "num_local_experts",
+                "num_experts_per_tok",
+                "router_aux_loss_coef",
+                "sliding_window",
+                "quantization_config",
+            ),
+            "read",
+        ),
+        # Written by its authors beside the keys that are read.
+        **dict.fromkeys(("experts_per_token", "initial_context_length"), "harmless"),
+        "swiglu_limit": Only((7.0,)),
+        "swiglu_alpha": Only((1.702,)),
+    },
     "Qwen2MoeForCausalLM": {
         **_WINDOWS,
         **_EXPERTS,

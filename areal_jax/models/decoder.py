@@ -40,17 +40,26 @@ LayerCache: TypeAlias = Any
 
 @runtime_checkable
 class Attend(Protocol):
-    """Attention: (q [B T N H], k [B T K H], v [B T K H], cache, window) -> (out [B T N H], cache).
+    """Attention: (q [B T N H], k [B T K H], v [B T K H], cache, window, sinks [N]) ->
+    (out [B T N H], cache).
 
     RoPE is already applied to q and k; q is unscaled, so attend divides the scores by sqrt(H). A
-    query sees itself and the tokens less than `window` before it; layers without a window omit the
-    argument. If parameters are sharded over the same devices as rows (fsdp), attend must constrain
+    query sees itself and the tokens less than `window` before it. The sink of a head is the score
+    of one more key with the value 0. Layers without sinks, or without window and sinks, omit the
+    arguments. If parameters are sharded over the same devices as rows (fsdp), attend must constrain
     q, k, v and out to be sharded by rows (and heads): otherwise the compiler may shard activations
     like parameters, so that every device has all rows.
     """
 
     def __call__(
-        self, q: Array, k: Array, v: Array, cache: LayerCache, window: int | None = None, /
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: LayerCache,
+        window: int | None = None,
+        sinks: Array | None = None,
+        /,
     ) -> tuple[Array, LayerCache]: ...
 
 
@@ -382,6 +391,8 @@ class Attention(nnx.Module):
         )
         if self.output_bias:
             self.o_bias = nnx.Param(jnp.zeros(D), axes=("embed",))
+        if self.traits.has_sinks:
+            self.sinks = nnx.Param(jnp.zeros(N), axes=("heads",))
         if self.qk_norm:
             sizes, axes = (H, H), ("head_dim", "head_dim")
             if self.traits.qk_norm_over == "heads":
@@ -404,7 +415,12 @@ class Attention(nnx.Module):
         q, k = (_rotate(each, angles, self.traits.rope_interleaved) for each in (q, k))
         if self.q_scale is not None:
             q = q * jnp.asarray(self.q_scale, q.dtype)
-        out, cache = attend(q, k, v, cache) if window is None else attend(q, k, v, cache, window)
+        if self.traits.has_sinks:
+            out, cache = attend(q, k, v, cache, window, self.sinks[...])
+        elif window is not None:
+            out, cache = attend(q, k, v, cache, window)
+        else:
+            out, cache = attend(q, k, v, cache)
         B, T, N, H = out.shape
         out = _product(out.reshape(B, T, N * H), self.o.get_value(), num_inputs=2)
         return out + self.o_bias[...].astype(x.dtype) if self.output_bias else out, cache

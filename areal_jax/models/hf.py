@@ -32,6 +32,7 @@ from areal_jax.metrics.files import add_file_name
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import ADAPTER_CONFIG
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.mxfp4 import find_quantized
 from areal_jax.parallel.sharding import fetch, put
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -112,6 +113,15 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
         "model.layers.{}.mlp.shared_expert.down_proj.weight", 1
     ),
     ("layers", "mlp", "shared_gate"): _Entry("model.layers.{}.mlp.shared_expert_gate.weight", 1),
+    ("layers", "attn", "sinks"): _Entry("model.layers.{}.self_attn.sinks", 0),
+    ("layers", "mlp", "router_bias"): _Entry("model.layers.{}.mlp.gate.bias", 0),
+    ("layers", "mlp", "expert_gate_bias"): _Entry(
+        "model.layers.{}.mlp.experts.{}.gate_proj.bias", 0
+    ),
+    ("layers", "mlp", "expert_up_bias"): _Entry("model.layers.{}.mlp.experts.{}.up_proj.bias", 0),
+    ("layers", "mlp", "expert_down_bias"): _Entry(
+        "model.layers.{}.mlp.experts.{}.down_proj.bias", 0
+    ),
     ("layers", "mlp", "gate_bias"): _Entry("model.layers.{}.mlp.gate_proj.bias", 0),
     ("layers", "mlp", "up_bias"): _Entry("model.layers.{}.mlp.up_proj.bias", 0),
     ("layers", "mlp", "down_bias"): _Entry("model.layers.{}.mlp.down_proj.bias", 0),
@@ -199,8 +209,8 @@ def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.
 
     Weights are read tensor by tensor: the host has at most one stacked leaf besides the shards of
     its devices. Supported are one model.safetensors, or several files with an index, in float32,
-    float16 or bfloat16. A policy with a scalar head reads all but the head from the folder of a
-    language model; the head is then zeros.
+    float16, bfloat16 or MXFP4. A policy with a scalar head reads all but the head from the folder
+    of a language model; the head is then zeros.
 
     Args:
         folder: a Hugging Face folder.
@@ -223,6 +233,10 @@ def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.
             for tensor in file.offset_keys()
         }
         _check_index(folder, files, opened)
+        quantized = find_quantized({name: source.file for name, source in opened.items()})
+        for name, file in quantized.items():
+            opened[name] = Source(file, opened.pop(f"{name}_blocks").name)
+            del opened[f"{name}_scales"]
         abstract, layouts = _leaves(policy.abstract(dtype)), _leaves(shardings)
         fresh = (
             _SCALAR_HEAD if policy.config.is_scalar and not _is_scalar(folder, policy) else set()

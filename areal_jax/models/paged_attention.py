@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
@@ -141,6 +141,7 @@ def attend_to_pages(
     table: Int[Array, "B M"],
     starts: Int[Array, "B"],
     window: int | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Compute softmax(q·k / sqrt(H)) · v over each row's sequence up to the query's position.
 
@@ -154,6 +155,7 @@ def attend_to_pages(
         table: page table of each row.
         starts: position of the first query of each row.
         window: number of keys that a query sees, including its own; None for all.
+        sinks: score of one more key of each head, whose value is 0; None: there is none.
     """
     B, T, N, H = q.shape
     K, p = pages.keys.shape[0], pages.keys.shape[2]
@@ -184,6 +186,10 @@ def attend_to_pages(
 
     shape = (B, K, N // K, T)
     none = jnp.full(shape, _LOWEST), jnp.zeros(shape), jnp.zeros((*shape, H))
+    if sinks is not None:
+        # The running softmax begins with the sink.
+        score = sinks.astype(jnp.float32).reshape(K, N // K, 1)
+        none = jnp.broadcast_to(score, shape), jnp.ones(shape), none[2]
     first = 0 if window is None else jnp.maximum(starts.min() - window + 1, 0) // (width * p)
     last = (starts.max() + T - 1) // (width * p)
     _, weight, weighted = jax.lax.fori_loop(
@@ -253,28 +259,42 @@ def paged_attention(
         rules: logical axes to mesh axes.
     """
 
-    def read(q: Array, pages: Pages, table: Array, starts: Array, *, window: int | None) -> Array:
+    def read(
+        q: Array,
+        pages: Pages,
+        table: Array,
+        starts: Array,
+        sinks: Array | None,
+        *,
+        window: int | None,
+    ) -> Array:
         match kernel:
             case "gpu":
-                return gpu_paged_attention(q[:, 0], *pages, table, starts + 1, window=window)[
-                    :, None
-                ]
-            case "tpu" if window is None:
+                return gpu_paged_attention(
+                    q[:, 0], *pages, table, starts + 1, window=window, sinks=sinks
+                )[:, None]
+            case "tpu" if window is None and sinks is None:
                 return tpu_paged_attention(q[:, 0], pages.keys, pages.values, table, starts + 1)[
                     :, None
                 ]
             case _:
-                return attend_to_pages(q, pages, table, starts, window)
+                return attend_to_pages(q, pages, table, starts, window, sinks)
 
     def attend(
-        q: Array, k: Array, v: Array, pages: Pages, window: int | None = None
+        q: Array,
+        k: Array,
+        v: Array,
+        pages: Pages,
+        window: int | None = None,
+        sinks: Array | None = None,
     ) -> tuple[Array, Pages]:
         pages = sharded_write(pages, k, v, table, starts, counts, mesh, rules)
         page_specs = specs(mesh, PAGE_AXES, pages, rules)
         # Query heads are on the device of their key-value head.
         q_specs = specs(mesh, ("batch", None, "heads" if page_specs.keys[0] else None), q, rules)
-        in_specs = (q_specs, page_specs, *specs(mesh, ("batch",), (table, starts), rules))
+        row_specs = specs(mesh, ("batch",), (table, starts), rules)
+        in_specs = (q_specs, page_specs, *row_specs, PartitionSpec(q_specs[2]))
         run = on_shards(partial(read, window=window), mesh, in_specs, q_specs)
-        return run(q, pages, table, starts), pages
+        return run(q, pages, table, starts, sinks), pages
 
     return attend

@@ -38,6 +38,7 @@ def gpu_paged_attention(
     lengths: Int[Array, "B"],
     *,
     window: int | None = None,
+    sinks: Float[Array, "N"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
     """Compute softmax(q·k / sqrt(H)) · v over the tokens of each row's pages.
@@ -54,6 +55,7 @@ def gpu_paged_attention(
         table: page table of each row.
         lengths: number of tokens of each row.
         window: number of last tokens that a query sees; None for all.
+        sinks: score of one more key of each head, whose value is 0; None: there is none.
         interpret: run the kernel in interpret mode, without a GPU.
 
     Page size p and head size H are powers of two.
@@ -106,8 +108,16 @@ def gpu_paged_attention(
         interpret=interpret,
         name="paged_attention",
     )(q, keys, values, key_scales, value_scales, table, lengths[:, None])
+    if sinks is not None:
+        # One more part, with the sink's weight and the value 0.
+        score = jnp.pad(sinks.astype(jnp.float32).reshape(K, 1, G), ((0, 0), (0, 0), (0, rows - G)))
+        score = jnp.broadcast_to(score, (B, K, 1, rows))
+        highest = jnp.concatenate([highest, score], axis=2)
+        weight = jnp.pad(weight, ((0, 0), (0, 0), (0, 1), (0, 0)), constant_values=1)
+        parts = jnp.pad(parts, ((0, 0), (0, 0), (0, 1), (0, 0), (0, 0)))
     share = jnp.exp(highest - highest.max(axis=2, keepdims=True))
-    out = (parts * share[..., None]).sum(axis=2) / (weight * share).sum(axis=2)[..., None]
+    total = (weight * share).sum(axis=2)
+    out = (parts * share[..., None]).sum(axis=2) / total[..., None]
     return out[:, :, :G].reshape(B, N, H).astype(q.dtype)
 
 

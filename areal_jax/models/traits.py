@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-Activation: TypeAlias = Literal["silu", "gelu_tanh"]
-"""silu: silu(gate) · up. gelu_tanh: gelu(gate) · up, with the approximation by tanh."""
+Activation: TypeAlias = Literal["silu", "gelu_tanh", "clipped_swish"]
+"""silu: silu(gate) · up. gelu_tanh: gelu(gate) · up, with the approximation by tanh. clipped_swish:
+gate · sigmoid(1.702 · gate) · (up + 1), with gate of at most 7 and up within -7 and 7."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -61,6 +62,8 @@ class Traits(NamedTuple):
     is_moe: bool = False
     has_expert_biases: bool = False
     """Whether router and experts have biases."""
+    expert_keys: Mapping[str, str | None] = _NONE
+    """Keys of config.json of the fields of MoEConfig, where they differ; None: there is none."""
     not_null: tuple[str, ...] = ("head_dim",)
     """Keys for which null differs from an absent key in transformers, or is invalid."""
     tensor_names: Mapping[str, str] = _NONE
@@ -91,6 +94,7 @@ _OLMO_NORMS = {
     f"{_LAYER}post_mlp_layernorm.weight": f"{_LAYER}post_feedforward_layernorm.weight",
 }
 _OLMO = {"rms_norm_eps": 1e-5}
+_EXPERTS = f"{_LAYER}mlp.experts."
 
 TRAITS: dict[str, Traits] = {
     "Qwen2ForCausalLM": Traits(
@@ -200,5 +204,50 @@ TRAITS: dict[str, Traits] = {
         windows=Windows(period=2, limit="below"),
         is_moe=True,
         not_null=("head_dim", "num_key_value_heads"),
+    ),
+    "GptOssForCausalLM": Traits(
+        "gpt_oss",
+        {
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "attention_bias": True,
+            "sliding_window": 128,
+            "norm_topk_prob": True,
+        },
+        activation="clipped_swish",
+        has_sinks=True,
+        windows=Windows(is_optional=False, period=2),
+        is_moe=True,
+        has_expert_biases=True,
+        expert_keys={
+            "num_experts": "num_local_experts",
+            "moe_intermediate_size": "intermediate_size",
+            "norm_topk_prob": None,
+        },
+        tensor_names={
+            f"{_LAYER}mlp.gate.{kind}": f"{_LAYER}mlp.router.{kind}" for kind in ("weight", "bias")
+        }
+        | {
+            f"{_LAYER}mlp.experts.{{}}.{name}_proj.{kind}": f"{_EXPERTS}{own}_proj{end}"
+            for name, own in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down"))
+            for kind, end in (("weight", ""), ("bias", "_bias"))
+        },
+        interleaved={
+            f"{_EXPERTS}gate_up_proj{end}": (
+                f"{_LAYER}mlp.experts.{{}}.gate_proj.{kind}",
+                f"{_LAYER}mlp.experts.{{}}.up_proj.{kind}",
+            )
+            for kind, end in (("weight", ""), ("bias", "_bias"))
+        },
     ),
 }

@@ -193,3 +193,37 @@ def test_bfloat16_attention_has_float32_softmax():
         jnp.ones((1, 1, 1, 1), jnp.bfloat16), ones.swapaxes(2, 3), ones, jnp.ones((1, 1, 512), bool)
     )
     assert out.dtype == jnp.bfloat16 and out.item() == 1.0
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.slow
+def test_blocked_attention_with_sinks_matches_the_formula(window: int | None) -> None:
+    sinks, weights = draw(4, seed=4), draw(*ARRAYS[0].shape, seed=3)
+    weights = jnp.where((SEGMENTS != 0)[..., None, None], weights, 0.0)
+    behind = jnp.arange(T)[:, None] - jnp.arange(T)
+    sees = (behind >= 0) & (behind < (window or T)) & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
+
+    def formula(q, k, v, sinks):
+        # A last key with the score of the sink and the value 0.
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 8**0.5
+        scores = jnp.where(sees[:, None], scores, -jnp.inf)
+        last = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        shares = jax.nn.softmax(jnp.concatenate([scores, last], axis=-1))[..., :-1]
+        return jnp.einsum("bnts,bsnh->btnh", shares, v)
+
+    def run(attend):
+        loss = lambda *arrays: (weights * attend(*arrays) ** 2).sum()  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*ARRAYS, sinks)
+
+    expected = run(formula)
+    assert jnp.abs(expected[1][3]).min() > 1e-3
+    for attend in (
+        lambda q, k, v, s: blocked_attention(q, k, v, SEGMENTS, window, sinks=s),
+        lambda q, k, v, s: packed_attention(SEGMENTS)(q, k, v, None, window, s)[0],
+    ):
+        jax.tree.map(
+            lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=5e-5),
+            run(attend),
+            expected,
+        )

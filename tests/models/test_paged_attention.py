@@ -138,3 +138,22 @@ def test_unsupported_sizes_use_the_plain_path():
     assert choose_paged_kernel("cpu", 128, 16, is_narrow=False) == "plain"
     assert choose_paged_kernel("cuda", 80, 16, is_narrow=False) == "plain"
     assert choose_paged_kernel("tpu", 128, 16, is_narrow=True) == "plain"
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.slow
+def test_paged_kernels_with_sinks_match_the_formula(window: int | None) -> None:
+    q = jnp.asarray(rng.normal(size=(B, 1, N, H)), jnp.float32)
+    sinks, lengths = jnp.asarray(rng.normal(size=N), jnp.float32), jnp.asarray(LENGTHS)
+    # A sink with score s divides by exp(s) more: the softmax without it, times a share.
+    ages = lengths[:, None] - 1 - jnp.arange(KEYS.shape[1])
+    mask = (ages >= 0) & (ages < (window or 10**6))
+    scores = jnp.einsum("bnh,bsnh->bns", q[:, 0], jnp.repeat(KEYS, N // K, axis=2)) / H**0.5
+    total = jax.nn.logsumexp(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
+    expected = by_formula(q, window) * jax.nn.sigmoid(total - sinks)[:, None, :, None]
+    plain = attend_to_pages(q, pages(), TABLE, lengths - 1, window, sinks)
+    np.testing.assert_allclose(plain, expected, atol=1e-5)
+    kernel = gpu_paged_attention(
+        q[:, 0], *pages(), TABLE, lengths, window=window, sinks=sinks, interpret=True
+    )
+    np.testing.assert_allclose(kernel[:, None], expected, atol=1e-5)

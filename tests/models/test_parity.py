@@ -23,7 +23,10 @@ from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FIXTURES = Path(__file__).parent / "parity"
-FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir())
+QUANTIZED = "gpt_oss_mxfp4"
+FAMILIES = sorted(
+    folder.name for folder in FIXTURES.iterdir() if folder.is_dir() and folder.name != QUANTIZED
+)
 LATER = [
     name for name in FAMILIES if "greedy" in load_file(FIXTURES / name / "expected.safetensors")
 ]
@@ -150,3 +153,18 @@ def test_cached_logits_match_transformers(family: str) -> None:
     policy, params, expected, tokens = original(family)
     hidden = cached_hidden(policy, params, tokens, prompt=4)
     np.testing.assert_allclose(hidden @ policy.head(params), expected["logits"], atol=1e-4)
+
+
+def test_quantized_weights_are_read_like_transformers(tmp_path: Path) -> None:
+    policy, params, expected, tokens = original(QUANTIZED)
+    segments = jnp.ones_like(tokens)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _, _ = policy.hidden(
+        params, tokens, positions, packed_attention(segments), compute_dtype=jnp.float32
+    )
+    np.testing.assert_allclose(hidden @ policy.head(params), expected["logits"], atol=1e-4)
+    # bfloat16 represents the numbers exactly, and the copy is not quantized.
+    hf.save(tmp_path / "copy", policy, params, FIXTURES / QUANTIZED, dtype="bfloat16")
+    assert "quantization_config" not in (tmp_path / "copy" / "config.json").read_text()
+    copy = hf.load(tmp_path / "copy", policy, on_one_device(policy))
+    jax.tree.map(np.testing.assert_array_equal, copy, params)

@@ -32,6 +32,12 @@ FAMILY: dict[str, Mapping[str, object]] = {
     "Gemma3ForCausalLM": {"head_dim": 4, "sliding_window": 3, "sliding_window_pattern": 3},
     "Olmo3ForCausalLM": {"sliding_window": 3},
     "Qwen2MoeForCausalLM": EXPERTS | {"shared_expert_intermediate_size": 8},
+    "GptOssForCausalLM": {
+        "head_dim": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 3,
+    },
 }
 """Settings of each family, for `tiny_policy`."""
 
@@ -93,8 +99,8 @@ def cached_hidden(
 def _attend_keeping(inner: Attend) -> Attend:
     """Attend within the prompt, and return its keys and values as cache."""
 
-    def attend(q, k, v, cache, window=None):
-        return inner(q, k, v, None, window)[0], (k, v)
+    def attend(q, k, v, cache, window=None, sinks=None):
+        return inner(q, k, v, None, window, sinks)[0], (k, v)
 
     return attend
 
@@ -102,7 +108,7 @@ def _attend_keeping(inner: Attend) -> Attend:
 def _attend_at(step: jax.Array) -> Attend:
     """Write keys and values of one token at `step`, and attend to the tokens up to it."""
 
-    def attend(q, k, v, cache, window=None):
+    def attend(q, k, v, cache, window=None, sinks=None):
         k, v = (
             jax.lax.dynamic_update_slice_in_dim(old, new, step, axis=1)
             for old, new in zip(cache, (k, v), strict=True)
@@ -110,6 +116,9 @@ def _attend_at(step: jax.Array) -> Attend:
         columns = jnp.arange(k.shape[1])
         seen = columns <= step if window is None else (columns <= step) & (columns > step - window)
         mask = jnp.broadcast_to(seen, (len(k), 1, k.shape[1]))
-        return masked_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), mask), (k, v)
+        return masked_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), mask, sinks), (
+            k,
+            v,
+        )
 
     return attend

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import random
 import tempfile
 from pathlib import Path
@@ -36,6 +37,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
@@ -58,6 +61,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 SIZES = {
     "vocab_size": 40,
@@ -215,7 +219,55 @@ def later_families() -> dict[str, PreTrainedModel]:
                 **tokens,
             )
         ),
+        "gpt_oss": gpt_oss(sampled_sizes(10) | {"num_hidden_layers": 3}),
     }
+
+
+def gpt_oss(sizes: dict[str, int]) -> GptOssForCausalLM:
+    """Make a policy with sinks, alternating windows and experts with biases."""
+    return GptOssForCausalLM(
+        GptOssConfig(
+            **sizes,
+            head_dim=8,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            sliding_window=5,
+            rope_parameters={"rope_theta": 1000.0, "truncate": False} | YARN,
+            router_aux_loss_coef=0.1,
+            bos_token_id=1,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+    )
+
+
+def save_quantized(folder: Path) -> None:
+    """Write `gpt_oss_mxfp4`: experts as their authors quantize them, and the logits alone."""
+    model = gpt_oss(sampled_sizes(10) | {"hidden_size": 32, "intermediate_size": 32}).float().eval()
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        parameter.data = (torch.randn(parameter.shape) / 4 + ("norm" in name)).to(torch.bfloat16)
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = parameter.shape
+            blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 125, blocks.shape[:-1], dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            parameter.data = convert_moe_packed_tensors(blocks, scales)
+        else:
+            tensors[name] = parameter.data
+    tokens = torch.randint(SIZES["vocab_size"], (2, 16))
+    expected = {"tokens": tokens.to(torch.int32), "logits": model.float()(tokens).logits.detach()}
+    config = model.config.to_dict() | {
+        "architectures": ["GptOssForCausalLM"],
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        },
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(expected, folder / "expected.safetensors")
 
 
 def gradient(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -263,6 +315,7 @@ def main() -> None:
         (here / name / "generation_config.json").unlink()
         expected = {name: tensor.detach().contiguous() for name, tensor in expected.items()}
         save_file(expected, here / name / "expected.safetensors")
+    save_quantized(here / "gpt_oss_mxfp4")
 
 
 if __name__ == "__main__":
