@@ -59,7 +59,7 @@ ORDERS = {
             "run.grading",
             "run.preflight_findings",
         ),
-        ("run.plan_report", "run.checks", "run.preflight_trials"),
+        ("run.plan_report", "run.compile_report", "run.checks", "run.preflight_trials"),
         ("run.make_plan", "run.recording"),
         ("run.checkpointing", "run.periodic_evaluation", "run.liveness", "run.trial_update"),
         ("run.local_engines", "run.worker_roles", "run.preflight"),

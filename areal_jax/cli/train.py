@@ -27,6 +27,7 @@ from areal_jax.cli.arguments import (
     named_experiment,
     show,
 )
+from areal_jax.cli.compile_table import compile_for
 from areal_jax.cli.preflight import preflight
 from areal_jax.cli.settings_help import wrap_names
 from areal_jax.cluster.signals import Interruption, Stopped, exit_status, interruptible
@@ -62,6 +63,10 @@ Train the policy of an experiment. Metrics, samples and checkpoints are written 
   --run-folder=DIR      folder to write; default: {RUNS_FOLDER}/NAME-TIME
   --resume[=DIR]        resume the run in DIR, or the newest run (of NAME, if --exp is given)
   --dry-run             print settings, devices, meshes and memory, and train nothing
+  --compile-for=SLICE   compile the run's programs for a TPU slice, such as v5p:8x8x8, v6e:4x4 or
+                        2xv5p:4x4x4, on a machine without one, and print memory, operations,
+                        collectives and bounds; exit status 1 if a program does not fit;
+                        --compile-all: also the engine's smaller programs
   --replay=RUN          train again on the recorded rollouts of a run; --until=N: to version N
   --preflight           try scripted answers, right, wrong and cheating, from prompt to one update,
                         on the CPU and without weights; exit status 1 if rewards are wrong
@@ -114,6 +119,8 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
     )
     if run_folder is not None:
         interruption.advice = partial(resume_advice, run_folder)
+    if command.compile_for:
+        return compile_for(experiment, command.compile_for, compiles_all=command.compile_all)
     if command.preflight:
         return preflight(experiment, command.exp)
     run_folder = run_folder or new_folder(command.run_folder, experiment.name)
@@ -180,6 +187,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--until", type=int)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--preflight", action="store_true")
+    parser.add_argument("--compile-for", metavar="SLICE")
+    parser.add_argument("--compile-all", action="store_true")
     # A bare --resume must not take the override that follows it for its folder.
     command = parser.parse(argv, optional=["--resume"])
     if command.resume is not None and command.config:

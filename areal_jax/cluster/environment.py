@@ -14,6 +14,17 @@ from areal_jax.parallel.config import PlacementConfig
 COMPILED_BYTES = 2 * 2**30
 """Maximum size of the cache of compiled programs, in bytes; eviction is LRU."""
 
+COMPILE_ONLY = {
+    "JAX_PLATFORMS": "cpu",
+    # Else libtpu asks the metadata server of a TPU machine for its topology.
+    "TPU_SKIP_MDS_QUERY": "1",
+    # Compiled programs of devices that are not there cannot be read from it.
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
+    # Its notes on what a real machine has.
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+"""Variables with which programs are compiled for devices that are not there."""
+
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 

@@ -108,15 +108,23 @@ class DecodeEngine:
         Returns:
             Compile time, in seconds.
         """
-        before_s, get = self.compile_s, self.programs.get
-        filters = self.config.top_k > 0 or self.config.top_p < 1
-        mode = max(most, SamplingMode.FILTERED if filters else SamplingMode.PLAIN)
-        programs: list[Program] = [
-            (" ".join(map(str, key)), partial(get, *key)) for key in self._keys(mode)
-        ]
-        compile_programs(programs, on_program)
-        self.warm = SamplingMode(mode)
+        before_s = self.compile_s
+        compile_programs(self.list_programs(most), on_program)
+        self.warm = self._least_mode(most)
         return self.compile_s - before_s
+
+    def list_programs(self, most: SamplingMode = SamplingMode.PLAIN) -> list[Program]:
+        """Return all programs of `warm_up`, named by verb and shape; of each verb the largest is
+        the last."""
+        return [
+            (" ".join(map(str, key)), partial(self.programs.get, *key))
+            for key in self._keys(self._least_mode(most))
+        ]
+
+    def _least_mode(self, most: SamplingMode) -> SamplingMode:
+        """Return the most expensive of `most` and the mode that the settings need."""
+        filters = self.config.top_k > 0 or self.config.top_p < 1
+        return SamplingMode(max(most, SamplingMode.FILTERED if filters else SamplingMode.PLAIN))
 
     def _keys(self, most: int) -> Iterator[tuple[str, *tuple[int, ...]]]:
         """Yield verb and shape of all programs of the sampling modes up to `most`."""

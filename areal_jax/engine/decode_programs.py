@@ -38,10 +38,10 @@ class DecodePrograms:
             shapes: Policy, mesh and sizes.
         """
         self._shapes = shapes
-        self.compiled: dict[tuple[str | int, ...], Callable[..., Any]] = {}
+        self.compiled: dict[tuple[str | int, ...], jax.stages.Compiled] = {}
         self.compile_s = 0.0
 
-    def get(self, verb: str, *shape: int) -> Callable[..., Any]:
+    def get(self, verb: str, *shape: int) -> jax.stages.Compiled:
         """Return a program; compile it first if this is its first use."""
         key = (verb, *shape)
         if key not in self.compiled:

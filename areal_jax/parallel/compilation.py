@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-Program = tuple[str, Callable[[], object]]
-"""Name of a program, and what compiles it; nothing happens where it is compiled already."""
+import jax
+
+Program = tuple[str, Callable[[], jax.stages.Compiled]]
+"""Name of a program, and what compiles it, or returns it where it is compiled already."""
 
 OnProgram = Callable[[str, int, int], None]
 """Receives the name of the program that is compiled next, its number from 1, and their number."""

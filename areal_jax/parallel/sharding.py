@@ -166,6 +166,20 @@ def num_shards(mesh: Mesh, axis: str, rules: Rules) -> int:
     return math.prod(mesh.shape[name] for name in rules[axis])
 
 
+def abstract(shapes: Any, shardings: Any) -> Any:
+    """Return a tree of ShapeDtypeStructs with shardings."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def is_abstract(tree: Any) -> bool:
+    """Return whether a tree consists of shapes, as programs are compiled from."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
 def bytes_per_device(shapes: Any, placed: Any) -> int:
     """Compute the bytes per device of sharded arrays.
 

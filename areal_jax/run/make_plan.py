@@ -5,6 +5,7 @@ Missing or contradictory input is refused here, before any device is busy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 
@@ -45,15 +46,19 @@ from areal_jax.run.prompt_limits import limit_prompts
 from areal_jax.trainer.forward import check_row_shards
 
 
-def make_plan(experiment: AnyExperiment) -> Plan:
+def make_plan(experiment: AnyExperiment, devices: Sequence[jax.Device] | None = None) -> Plan:
     """Find policy and data, and cut the meshes.
+
+    Args:
+        experiment: settings of the run.
+        devices: devices to cut the meshes from; None for all.
 
     Raises:
         ConfigError: one of them is missing, or does not fit the others.
     """
     require_objects(experiment)
     with config_errors():
-        meshes = _make_meshes(experiment)
+        meshes = _make_meshes(experiment, jax.devices() if devices is None else devices)
     tasks, eval_tasks = load_task_sets(experiment)
     num_tasks = experiment.evaluation.num_tasks
     limited = limit_prompts(
@@ -175,11 +180,11 @@ def _make_engines(
     )
 
 
-def _make_meshes(experiment: AnyExperiment) -> Meshes:
-    placement, devices = experiment.launch.resolve_placement(experiment.placement), jax.devices()
+def _make_meshes(experiment: AnyExperiment, devices: Sequence[jax.Device]) -> Meshes:
+    placement = experiment.launch.resolve_placement(experiment.placement)
     num_train = placement.train_devices or len(devices)
     if decodes(experiment) or num_train > len(devices):
-        return make_meshes(placement)
+        return make_meshes(placement, devices)
     # The rollout mesh is the first device, where nothing uses it.
     return Meshes(
         make_train_mesh(placement, order_devices(devices)[:num_train]),

@@ -4,6 +4,7 @@ not.
 
 from __future__ import annotations
 
+import jax
 import psutil
 
 from areal_jax.cluster.config import Ray
@@ -68,7 +69,10 @@ def _compare_memory(plan: Plan, train: Memory, rollout: Memory) -> tuple[int, in
         needed = on_train * plan.train_mesh.size + on_rollout * plan.rollout_mesh.size
         return needed, psutil.virtual_memory().total
     is_shared = device == plan.rollout_mesh.devices.flat[0]
-    available = (device.memory_stats() or {}).get("bytes_limit", 0)
+    try:
+        available = (device.memory_stats() or {}).get("bytes_limit", 0)
+    except jax.errors.JaxRuntimeError:
+        available = 0  # a compile-only device
     return on_train + on_rollout if is_shared else max(on_train, on_rollout), available
 
 

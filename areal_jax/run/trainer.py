@@ -12,7 +12,7 @@ from areal_jax.config.experiment import Experiment, FineTuning, PreferenceExperi
 from areal_jax.errors import config_errors
 from areal_jax.models import hf
 from areal_jax.models.decoder import Params
-from areal_jax.parallel.sharding import TRAIN_RULES, shardings
+from areal_jax.parallel.sharding import TRAIN_RULES, abstract, is_abstract, shardings
 from areal_jax.run.models import initial_params
 from areal_jax.run.plan import TrainingPlan
 from areal_jax.trainer.critic import critic_learner
@@ -22,6 +22,7 @@ from areal_jax.trainer.pipeline import SampleLimits
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.state import frozen, frozen_shardings, trained
 from areal_jax.trainer.step import TrainableModel
 from areal_jax.trainer.versions import FromExamples
 
@@ -30,13 +31,14 @@ def rl_trainer(plan: TrainingPlan, params: Params, base: Params | None) -> Train
     """Make the trainer of reinforcement learning.
 
     Args:
-        params: initial weights, or an initial adapter.
+        params: initial weights, or an initial adapter. Shapes alone if the trainer's programs are
+            only to be compiled.
         base: frozen weights of an adapter.
     """
     exp = plan.experiment
     assert isinstance(exp, Experiment)
     num_updates = exp.num_steps * exp.trainer.num_mini_batches
-    critic = initial_critic(plan)
+    critic = initial_critic(plan, shapes_only=is_abstract(params))
     return Trainer(
         config=exp.trainer,
         limits=SampleLimits(
@@ -109,15 +111,30 @@ def initial_weights(plan: TrainingPlan) -> tuple[Params, Params | None]:
         )
 
 
-def initial_critic(plan: TrainingPlan) -> TrainableModel | None:
+def abstract_weights(plan: TrainingPlan) -> tuple[Params, Params | None]:
+    """Return the shapes and shardings of `initial_weights`."""
+    policy, mesh = plan.policy, plan.train_mesh
+    params, axes = trained(policy)
+    base = None
+    if policy.lora:
+        base = abstract(frozen(policy, plan.compute_dtype), frozen_shardings(policy, mesh))
+    return abstract(params, shardings(mesh, axes, params, TRAIN_RULES)), base
+
+
+def initial_critic(plan: TrainingPlan, *, shapes_only: bool = False) -> TrainableModel | None:
     """Load the critic of advantages=GAE: its own weights, or a trunk (by default the policy's) with
     a fresh head; None where there is no critic.
+
+    Args:
+        shapes_only: load nothing.
     """
     critic, folder, experiment = plan.critic, plan.critic_folder, plan.experiment
     if critic is None or folder is None:
         return None
     placed = shardings(plan.train_mesh, critic.axes(), critic.abstract(), TRAIN_RULES)
-    if experiment.policy.random_init and experiment.trainer.critic.path is None:
+    if shapes_only:
+        params = abstract(critic.abstract(), placed)
+    elif experiment.policy.random_init and experiment.trainer.critic.path is None:
         # The policy's key samples the policy's trunk.
         params = jax.jit(critic.init, out_shardings=placed)(jax.random.key(experiment.seed))
     else:
@@ -155,13 +172,15 @@ def frozen_policy(
         temperature=temperature,
         row_tokens=plan.row_tokens,
     )
-    abstract = spec.policy.abstract(dtype)
+    shapes = spec.policy.abstract(dtype)
+    placed = shardings(mesh, spec.policy.axes(), shapes, TRAIN_RULES)
+    if is_abstract(params) and not spec.policy.lora:
+        return FrozenPolicy(forward, abstract(shapes, placed), offload=spec.offload)
     if (folder := spec.folder) is not None:
-        placed = shardings(mesh, spec.policy.axes(), abstract, TRAIN_RULES)
         with config_errors():
             weights = hf.load(folder, spec.policy, placed, dtype=dtype)
         return FrozenPolicy(forward, weights, offload=spec.offload)
     if spec.policy.lora:
         return FrozenPolicy(forward, params, base, offload=spec.offload)
-    initial = base or jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
+    initial = base or jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, shapes)
     return FrozenPolicy(forward, initial, offload=spec.offload)

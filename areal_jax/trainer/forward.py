@@ -19,7 +19,13 @@ from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
 from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import Routing, sharded_experts
-from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, sharding
+from areal_jax.parallel.sharding import (
+    TRAIN_RULES,
+    batch_sharding,
+    is_abstract,
+    num_shards,
+    sharding,
+)
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.state import in_host_memory
@@ -232,14 +238,15 @@ class FrozenPolicy:
         Args:
             forward: The policy's forward pass.
             params: Parameters on the train mesh, sharded by TRAIN_RULES, in the compute dtype. They
-                are not copied, so that shared arrays exist once.
+                are not copied, so that shared arrays exist once. Shapes alone if the program is
+                only to be compiled.
             base: If `params` is an adapter, the parameters that it adapts.
             offload: Keep `params` in host memory, and transfer them to the devices for each call.
         """
         self._forward, self._base = forward, {} if base is None else base
         self._placed = jax.tree.map(lambda leaf: leaf.sharding, params)
         self._params: Params = params
-        if offload:
+        if offload and not is_abstract(params):
             self._params = jax.device_put(params, in_host_memory(self._placed))
 
     def logprobs(self, batches: Sequence[DeviceBatch]) -> list[Float[Array, "B T"]]:
@@ -253,11 +260,11 @@ class FrozenPolicy:
         """Number of programs compiled so far."""
         return self._forward.num_compilations
 
-    def compile(self) -> None:
-        """Compile the program behind `logprobs`."""
+    def compile(self) -> jax.stages.Compiled:
+        """Return the program behind `logprobs`; compile it first if this is its first use."""
         abstract = jax.tree.map(
             lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),
             self._params,
             self._placed,
         )
-        self._forward.compiled(abstract, self._base)
+        return self._forward.compiled(abstract, self._base)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params
 from areal_jax.models.moe import balance_loss, router_metrics
+from areal_jax.parallel.sharding import abstract
 from areal_jax.rl.off_policy import OffPolicyCounts
 from areal_jax.rl.token_losses import PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
@@ -119,9 +120,17 @@ class UpdatePrograms:
             self._compiled[name] = self._lower(name).compile()
         return self._compiled[name]
 
+    def abstract_state(self) -> tuple[Params, optax.OptState]:
+        """Return the shapes and shardings of parameters and optimizer state."""
+        params = self._trained.abstract
+        return (
+            abstract(params, self.shardings.params),
+            abstract(jax.eval_shape(self._init, params), self.shardings.opt_state),
+        )
+
     def _lower(self, name: str) -> jax.stages.Lowered:
         forward = self._forward
-        params = abstract(self._trained.abstract, self.shardings.params)
+        params, opt_state = self.abstract_state()
         base = abstract(
             frozen(forward.policy, forward.compute_dtype),
             frozen_shardings(forward.policy, forward.mesh),
@@ -143,7 +152,6 @@ class UpdatePrograms:
                 jitted = jax.jit(self._measure, out_shardings=self._replicated())
                 return jitted.lower(params, base, self._abstract_batch(), *_SCALARS)
             case "apply":
-                opt_state = abstract(jax.eval_shape(self._init, params), self.shardings.opt_state)
                 out = (*self.shardings, self._replicated())
                 jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out)
                 return jitted.lower(params, opt_state, self._abstract_accumulated)
@@ -285,15 +293,6 @@ def params_digest(params: Params) -> UInt32[Array, ""]:
         # 2654435761 is odd, so that every bit of a leaf changes its sum.
         total = total * jnp.uint32(31) + jnp.sum(flat * (places * jnp.uint32(2654435761) | 1))
     return total
-
-
-def abstract(shapes: Any, shardings: Any) -> Any:
-    """Return a tree of ShapeDtypeStructs with shardings."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
 
 
 def _on_device(sharding: NamedSharding) -> NamedSharding:

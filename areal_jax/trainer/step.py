@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Shaped
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.compilation import Program
-from areal_jax.parallel.sharding import TRAIN_RULES, put, put_batch, put_copy
+from areal_jax.parallel.sharding import TRAIN_RULES, is_abstract, put, put_batch, put_copy
 from areal_jax.records import PackedBatch
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward
-from areal_jax.trainer.programs import Applied, Measured, Objective, UpdatePrograms, abstract
+from areal_jax.trainer.programs import Applied, Measured, Objective, UpdatePrograms
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,7 +30,8 @@ class TrainableModel:
     """A policy with initial parameters on a train mesh: what a `Learner` starts from.
 
     Attributes:
-        params: Trained parameters. The learner copies them.
+        params: Trained parameters. The learner copies them. Shapes alone if the learner's programs
+            are only to be compiled.
         base: If `params` is an adapter, the frozen parameters that it adapts: on the train mesh, in
             the dtypes of `state.frozen`.
         row_tokens: Length of a packed row, in tokens. No sequence may be longer.
@@ -71,14 +72,20 @@ class Learner:
         )
         self.rows, self.row_tokens = self.forward.rows, self.forward.row_tokens
         self.programs = UpdatePrograms(config, self.forward, objective, num_updates)
-        # A copy, because the first update donates its arguments.
-        self.params: Params = put_copy(model.params, self.programs.shardings.params)
         self.base: Params = {} if model.base is None else model.base
-        self.opt_state: optax.OptState = self.programs.run("init", self.params)
-        # Shared by all micro-batches, for columns that are not filled yet.
-        self._zeros: Float[Array, "B T"] = put(
-            np.zeros((self.rows, self.row_tokens), np.float32), self.forward.placed
-        )
+        self.params: Params
+        self.opt_state: optax.OptState
+        if is_abstract(model.params):
+            self.params, self.opt_state = self.programs.abstract_state()
+        else:
+            # A copy, because the first update donates its arguments.
+            self.params = put_copy(model.params, self.programs.shardings.params)
+            self.opt_state = self.programs.run("init", self.params)
+
+    @cached_property
+    def _zeros(self) -> Float[Array, "B T"]:
+        """Shared by all micro-batches, for columns that are not filled yet."""
+        return put(np.zeros((self.rows, self.row_tokens), np.float32), self.forward.placed)
 
     @property
     def num_compilations(self) -> int:
@@ -94,7 +101,7 @@ class Learner:
             reads_logprobs: `logprobs` will be called.
             measures: `measure` will be called.
         """
-        names = ("zeros", "accumulate", "apply", *(["measure"] if measures else []))
+        names = ("init", "zeros", "accumulate", "apply", *(["measure"] if measures else []))
         programs: list[Program] = [(name, partial(self.programs.compiled, name)) for name in names]
         if reads_logprobs:
             programs.append(("logprobs", lambda: self.forward.compiled(self.params, self.base)))
@@ -177,8 +184,7 @@ class Learner:
 
     def let_go(self) -> None:
         """Free parameters and optimizer state until `restore`; only their shapes remain."""
-        trees = (self.params, self.opt_state)
-        self.params, self.opt_state = map(abstract, trees, self.programs.shardings)
+        self.params, self.opt_state = self.programs.abstract_state()
 
 
 def _take(leaf: Any, sharding: NamedSharding) -> jax.Array:

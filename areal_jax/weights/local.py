@@ -55,18 +55,9 @@ class WeightChannel:
         self._path = path or ("host" if source.devices.flat[0].platform == "cpu" else "device")
         devices = {device for how in jax.tree.leaves(targets) for device in how.device_set}
         self._moves = devices != set(source.devices.flat)
-        staging = targets[0]
-        if self._moves:
-            # Sharded as the target, as far as the train mesh allows: a transfer that also reshards
-            # blocks and is slow.
-            staging = (
-                jax.tree.map(lambda how: _reshard(how, source), targets[0])
-                if self._path == "device"
-                else None
-            )
-        # The result of jit shares no memory with its input, so that the trainer may donate the
-        # input to its next step.
-        self._copy = jax.jit(layout, out_shardings=staging)
+        self._copy = weight_copy(
+            layout, targets[0], source, moves=self._moves, on_device=self._path == "device"
+        )
         self._line: LatestWins[Tree, Weights] = LatestWins(
             "the weight channel", self._deliver, len(targets)
         )
@@ -151,6 +142,30 @@ class WeightChannel:
             self._on_event(
                 "weights", update.sent_s, end, {"version": update.version, "bytes": num_bytes}
             )
+
+
+def weight_copy(
+    layout: Callable[[Tree], Tree], target: Tree, source: Mesh, *, moves: bool, on_device: bool
+) -> jax.stages.Wrapped:
+    """Return the program that copies parameters into the engines' layout, on the train mesh.
+
+    The result of jit shares no memory with its input, so that the trainer may donate the input to
+    its next step.
+
+    Args:
+        layout: As of `WeightChannel`.
+        target: Sharding of every leaf on an engine's mesh.
+        source: Train mesh.
+        moves: The engine's devices are others than those of the train mesh.
+        on_device: The copy then moves from device to device.
+    """
+    if not moves:
+        return jax.jit(layout, out_shardings=target)
+    if not on_device:
+        return jax.jit(layout)
+    # Sharded as the target, as far as the train mesh allows: a transfer that also reshards blocks
+    # and is slow.
+    return jax.jit(layout, out_shardings=jax.tree.map(lambda how: _reshard(how, source), target))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +170,14 @@ def test_bad_input_shows_no_traceback(tmp_path: Path) -> None:
     done = train("--exp=aime", "sede=3", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "areal_jax: unknown setting sede; did you mean seed?\n"
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="the compiler is installed")
+def test_compile_for_without_the_compiler_says_what_to_install(tmp_path: Path) -> None:
+    done = train("--exp=aime", "--compile-for=v5e:2x2", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "pip install 'areal-jax[tpu]'" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
