@@ -20,6 +20,7 @@ from areal_jax.config.experiment import Experiment, is_due
 from areal_jax.errors import CorruptedState
 from areal_jax.protocols import ReinforcementRun
 from areal_jax.records import Group, StepResult
+from areal_jax.rollout.adaptive_staleness import adapt_limit
 from areal_jax.rollout.buffer import Buffer, TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, run_rollouts
 from areal_jax.threads import run_in_thread
@@ -54,7 +55,8 @@ async def train(run: ReinforcementRun, exp: Experiment) -> None:
             step = await train_step(run, rollouts, groups)
             # The engine switches to the new weights between two decode steps.
             run.weight_channel.publish(version + 1, trainer.params)
-            gate.version = version + 1  # admits exactly one more batch of groups
+            adapt_limit(gate, exp.rollout, step.metrics)
+            gate.version = version + 1  # admits one more batch of groups, under a fixed bound
             num_samples = float(sum(len(group.samples) for group in groups))
             run.record(version, {**step.metrics, "samples": num_samples}, rollouts.counters())
             run.recording.record_samples(version, groups, step.stale)

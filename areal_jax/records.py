@@ -354,3 +354,5 @@ class RolloutState:
     """Finished groups that are not trained on yet; oldest first."""
     suspended: tuple[SuspendedGroup, ...]
     """Running groups, oldest first."""
+    staleness_limit: int | None = None
+    """Limit to which the bound on staleness has adapted; None: no limit."""

@@ -88,6 +88,7 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
             }
             for record in state.suspended
         ],
+        "staleness_limit": state.staleness_limit,
         "notes": dict(notes or {}),
     }
     _require_json(facts, "rollout")
@@ -141,7 +142,12 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
         for entry in facts["suspended"]
     )
     state = RolloutState(
-        facts["tasks"], facts["next_group_id"], facts["rejected"], buffered, suspended
+        facts["tasks"],
+        facts["next_group_id"],
+        facts["rejected"],
+        buffered,
+        suspended,
+        facts.get("staleness_limit"),
     )
     return state, facts["notes"]
 

@@ -31,6 +31,7 @@ _ROLLOUT = (
     Entry("buffered", "finished groups that wait for the trainer", "groups"),
     Entry("rejected", "groups rejected since the start of the run", "groups"),
     Entry("rejected/*", "groups rejected for this reason, a class of error", "groups", "near 0"),
+    Entry("staleness_limit", "limit on staleness, adapted to sequence_ess", "versions"),
     Entry("gate_wait_s", "wait of tasks for the staleness gate since the process started", "s"),
     Entry("batch_wait_s", "wait of the trainer for batches since the process started", "s"),
     Entry("tokens", "tokens sampled in the step", "tokens"),

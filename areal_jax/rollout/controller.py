@@ -93,6 +93,8 @@ def open_gate(
         accepted,
         config.staleness_of_kind(),
     )
+    if restored is not None and config.min_sequence_ess is not None:
+        gate.limit = restored.staleness_limit
     return gate, Buffer(config.batch_timeout_s, gate.__repr__, buffered)
 
 
@@ -177,6 +179,7 @@ class Rollouts:
             rejected=dict(self.rejected),
             buffered=self.buffer.snapshot(),
             suspended=tuple(sorted([*running, *self._waiting], key=lambda record: record.id)),
+            staleness_limit=self.gate.limit,
         )
 
     def counters(self) -> dict[str, float]:
@@ -194,6 +197,8 @@ class Rollouts:
             "gate_wait_s": self.waited_s,
             "batch_wait_s": self.buffer.waited_s,
         }
+        if self.gate.limit is not None:
+            counts["staleness_limit"] = self.gate.limit
         return {name: float(number) for name, number in counts.items()}
 
     def begin(self) -> None:

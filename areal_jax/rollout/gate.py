@@ -58,6 +58,7 @@ class Gate:
         self._widest = (
             None if None in bounds else max(bound for bound in bounds if bound is not None)
         )
+        self._limit: int | None = None
         self.groups_per_batch = groups_per_batch
         self.max_running = max_running
         self.accepted = version * groups_per_batch if accepted is None else accepted
@@ -84,6 +85,16 @@ class Gate:
         self._version = version
         self._changed.set()
 
+    @property
+    def limit(self) -> int | None:
+        """Limit on the bounds of all kinds, which may change during the run; None: no limit."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int | None) -> None:
+        self._limit = limit
+        self._changed.set()
+
     def capacity(self, kind: str | None = None) -> int:
         """Return how many groups may start now; at least 0.
 
@@ -91,7 +102,7 @@ class Gate:
             kind: kind of their tasks; None: the kind with the largest bound.
         """
         capacity = self.max_running - self.running
-        bound = self._widest if kind is None else self._bound(kind)
+        bound = self._bound(kind)
         if bound is not None:
             allowed = (bound + self._version + 1) * self.groups_per_batch
             capacity = min(capacity, allowed - self.accepted - self.running)
@@ -123,11 +134,12 @@ class Gate:
             )
         trained_version = (self.accepted + self.running) // self.groups_per_batch
         self.running += 1
-        bound = self._widest if kind is None else self._bound(kind)
+        bound = self._bound(kind)
         return 0 if bound is None else max(0, trained_version - bound)
 
-    def _bound(self, kind: str) -> int | None:
-        return self._of_kind.get(kind, self.max_staleness)
+    def _bound(self, kind: str | None) -> int | None:
+        bound = self._widest if kind is None else self._of_kind.get(kind, self.max_staleness)
+        return min((each for each in (bound, self._limit) if each is not None), default=None)
 
     def accept(self) -> None:
         """Count a running group as finished; it will be trained on."""
@@ -150,10 +162,11 @@ class Gate:
         of_kinds = "".join(
             f", {_format_bound(bound)} of kind {kind}" for kind, bound in self._of_kind.items()
         )
+        limit = "" if self._limit is None else f", limited to {self._limit}"
         return (
             f"gate at version {self._version} (max_staleness "
-            f"{_format_bound(self.max_staleness)}{of_kinds}, {self.groups_per_batch} groups per "
-            f"batch): {self.running} of at most {self.max_running} running, {self.accepted} "
+            f"{_format_bound(self.max_staleness)}{of_kinds}{limit}, {self.groups_per_batch} groups "
+            f"per batch): {self.running} of at most {self.max_running} running, {self.accepted} "
             f"accepted, {self.rejected} rejected, {self.capacity()} may start"
         )
 

@@ -100,6 +100,7 @@ def test_decode_inverts_encode_bit_exactly(seed, groups, calls, rewards, text, c
             )
             for i, record in enumerate(calls)
         ),
+        staleness_limit=seed if counts else None,
     )
     decoded_state, decoded_notes = decode(unpack(pack(encode(state, notes))))
     assert plain(decoded_state) == plain(state)
