@@ -2,6 +2,7 @@
 # make test     run the fast tests (TEST_ARGS="tests/rl -q" passes other arguments to pytest)
 # make test-all run every test
 # make lint     check style, format and types
+# make docs     build the documentation in site/, in an environment of its own (.venv-docs)
 # Each sets up what it needs in .venv; a second call installs nothing.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all lint
+.PHONY: train test test-all lint docs site
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -30,6 +31,12 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
+
+docs:
+	$(MAKE) site VENV=.venv-docs EXTRAS=dev,docs
+
+site: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .

@@ -1,6 +1,7 @@
 """Strong scaling from 32 to 512 GPUs, simulated (AReaL, arXiv:2505.24298, figure 4).
 
     python benchmarks/scaling_curves.py
+    python benchmarks/scaling_curves.py --report    # figure of the stored row
 
 Compares a synchronous system, the paper's system and this project for 1.5B, 7B and 32B with
 contexts of 16k and 32k. The synchronous system generates on all devices, then trains on all, with
@@ -23,6 +24,8 @@ speed.
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -88,6 +91,18 @@ def efficiency(points: Mapping[int, Point], system: str) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--report", action="store_true", help="simulate nothing")
+    if parser.parse_args().report:
+        row = json.loads((FOLDER / f"{NAME}.jsonl").read_text().splitlines()[-1])
+        panels = {
+            name: {int(num): found for num, found in points.items()}
+            for name, points in row["panels"].items()
+        }
+        plot(panels)
+        return
     # Each process simulates one point at a time.
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         asked = {
@@ -158,8 +173,25 @@ def show(
 def plot(panels: Mapping[str, Mapping[int, Point]]) -> None:
     figure = Figure(figsize=(12, 7), dpi=120, layout="constrained")
     colours = {SYNCHRONOUS: "#8a8f98", PAPERS: "#2563a8", OURS: "#c2410c"}
-    for axes, (name, points) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
+    figure.suptitle(
+        f"Simulated (lines); squares: figure 4 of the paper, x {MINI_BATCHES} mini-batches"
+    )
+    for axes, (name, points), papers in zip(
+        figure.subplots(2, 3).flat, panels.items(), FIGURE_4.values(), strict=True
+    ):
         devices = list(points)
+        for column, system in enumerate((PAPERS, SYNCHRONOUS)):
+            measured = {num: speeds[column] for num, speeds in papers.items()}
+            shown = {num: MINI_BATCHES * speed for num, speed in measured.items() if speed}
+            axes.plot(
+                list(shown),
+                list(shown.values()),
+                marker="s",
+                linestyle="none",
+                markerfacecolor="none",
+                color=colours[system],
+                label="paper" if system == PAPERS else "paper's verl",
+            )
         for system, colour in colours.items():
             axes.plot(
                 devices,

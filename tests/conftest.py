@@ -45,13 +45,14 @@ settings.register_profile(
 settings.load_profile("without clocks")
 
 # Tests of extras that have environments of their own: `jetstream` brings TensorFlow, `tpu` the
-# compilers of TPUs, and the trackers pandas and Flask.
+# compilers of TPUs, the trackers pandas and Flask, and the documentation MkDocs and a kernel.
 collect_ignore = [
     folder
     for folder, library in (
         ("orchestrator", "jetstream"),
         ("compile_only", "libtpu"),
         ("trackers", "mlflow"),
+        ("documentation", "mkdocs"),
     )
     if not importlib.util.find_spec(library)
 ]
