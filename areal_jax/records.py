@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int32, Shaped
+from numpy.typing import DTypeLike
 
 StopReason = Literal["stop", "length", "suspended"]
 """`stop`: a stop token was sampled. `length`: the budget ran out, so the answer is truncated.
@@ -105,6 +106,10 @@ class Completion:
     stop_reason: StopReason
     top_logprobs: TopLogprobs | None = None
     """Present if the request asked for them; not restored after a crash."""
+    experts: Shaped[np.ndarray, "_ L k"] | None = None
+    """With `engine.router_replay`, the experts of each token of the prompt and of `tokens`, in each
+    layer, from when it was first fed to the policy; the last token never is. Of finished and
+    suspended completions only, not of parts."""
 
     def slice(self, start: int, end: int | None = None) -> Completion:
         """Return the tokens in [start, end)."""
@@ -127,6 +132,11 @@ class Completion:
             for name in ("tokens", "logp", "versions")
         )
         return Completion(tokens, logp, versions, more.stop_reason, more_top)
+
+
+def native_expert(dtype: DTypeLike) -> int:
+    """Return the number, instead of an expert's, of a token whose experts the router chooses."""
+    return int(np.iinfo(dtype).max)
 
 
 def empty_completion() -> Completion:
@@ -282,6 +292,8 @@ class Sample:
     reward: float
     grade: ResultKind
     stop_reason: StopReason
+    experts: Shaped[np.ndarray, "T L k"] | None = None
+    """Recorded experts of each token in each layer; `native_expert` where there are none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -326,6 +338,8 @@ class PackedBatch(NamedTuple):
     behave_logp: Float32[np.ndarray, "B T"]
     age: Int32[np.ndarray, "B T"]
     """Trainer steps since the token was sampled."""
+    experts: Shaped[np.ndarray, "B T L k"] | None = None
+    """Recorded experts; `native_expert` in padding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ Axes: N records, T tokens of all records, S bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -96,6 +97,8 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
         **_join("sample", samples, SAMPLE_COLUMNS),
         "sample.reward": np.array([sample.reward for sample in samples], np.float64),
         **_join("completion", completions, COMPLETION_COLUMNS),
+        **_join_experts("sample", samples),
+        **_join_experts("completion", completions),
     }
     return Columns(facts, arrays)
 
@@ -116,12 +119,21 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
     samples = _split("sample", arrays, SAMPLE_COLUMNS)
     rewards = iter(arrays["sample.reward"].tolist())
     completions = _split("completion", arrays, COMPLETION_COLUMNS)
+    sample_experts, completion_experts = (
+        _split_experts(name, arrays) for name in ("sample", "completion")
+    )
     buffered = tuple(
         Group(
             id=entry["id"],
             task=task_from_json(entry["task"]),
             samples=tuple(
-                Sample(**next(samples), reward=next(rewards), grade=grade, stop_reason=stop_reason)
+                Sample(
+                    **next(samples),
+                    reward=next(rewards),
+                    grade=grade,
+                    stop_reason=stop_reason,
+                    experts=next(sample_experts),
+                )
                 for grade, stop_reason in zip(entry["grades"], entry["stop_reasons"], strict=True)
             ),
         )
@@ -133,7 +145,12 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
             task=task_from_json(entry["task"]),
             calls={
                 call: tuple(
-                    Completion(**next(completions), stop_reason=reason, top_logprobs=None)
+                    Completion(
+                        **next(completions),
+                        stop_reason=reason,
+                        top_logprobs=None,
+                        experts=next(completion_experts),
+                    )
                     for reason in stop_reasons
                 )
                 for call, stop_reasons in entry["calls"].items()
@@ -216,6 +233,32 @@ def _split(name: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, typ
     return (
         {field: pieces[field][i] for field in dtypes} for i in range(len(arrays[f"{name}.length"]))
     )
+
+
+def _join_experts(
+    name: str, records: Sequence[Sample] | Sequence[Completion]
+) -> dict[str, np.ndarray]:
+    """Encode the recorded experts, if any record has some; -1 is the length of none."""
+    arrays = [record.experts for record in records]
+    present = [array for array in arrays if array is not None]
+    if not present:
+        return {}
+    lengths = [-1 if array is None else len(array) for array in arrays]
+    return {
+        f"{name}.experts_length": np.array(lengths, np.int64),
+        f"{name}.experts": np.concatenate(present),
+    }
+
+
+def _split_experts(name: str, arrays: Mapping[str, np.ndarray]) -> Iterator[np.ndarray | None]:
+    """Yield the recorded experts of every record; the inverse of `_join_experts`."""
+    if f"{name}.experts" not in arrays:
+        yield from itertools.repeat(None)
+        return
+    start, experts = 0, arrays[f"{name}.experts"]
+    for length in arrays[f"{name}.experts_length"].tolist():
+        yield None if length < 0 else experts[start : start + length].copy()
+        start += max(length, 0)
 
 
 def task_to_json(task: Task) -> dict[str, Json]:

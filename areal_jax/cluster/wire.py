@@ -17,17 +17,19 @@ def encode_completion(completion: Completion) -> Plain:
     return (
         *(completion.tokens, completion.logp, completion.versions, completion.stop_reason),
         None if top is None else (top.tokens, top.logp),
+        completion.experts,
     )
 
 
 def decode_completion(plain: Plain) -> Completion:
-    tokens, logp, versions, stop_reason, top_logprobs = plain
+    tokens, logp, versions, stop_reason, top_logprobs, experts = plain
     return Completion(
         tokens,
         logp,
         versions,
         stop_reason,
         None if top_logprobs is None else TopLogprobs(*top_logprobs),
+        experts,
     )
 
 

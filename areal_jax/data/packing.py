@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import DTypeLike
 
-from areal_jax.records import PackedBatch
+from areal_jax.records import PackedBatch, native_expert
 
 
 def allocate(lengths: Sequence[int] | Int[np.ndarray, "N"], capacity: int) -> list[list[int]]:
@@ -65,6 +65,7 @@ class TrainingSequence(NamedTuple):
     loss_mask: Bool[np.ndarray, "S"]
     behave_logp: Float[np.ndarray, "S"] | float = 0.0
     age: Int[np.ndarray, "S"] | int = 0
+    experts: Shaped[np.ndarray, "S L k"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +102,17 @@ class Layout:
         """
         packed = np.zeros(self.shape, dtype)
         flat = packed.reshape(-1)
+        for start, length, value in zip(self.starts, self.lengths, values, strict=True):
+            flat[start : start + length] = value
+        return packed
+
+    def scatter_experts(
+        self, values: Sequence[Shaped[np.ndarray, "_ L k"]]
+    ) -> Shaped[np.ndarray, "M B T L k"]:
+        """Place the experts of all tokens; padding is `native_expert`."""
+        dtype, each = values[0].dtype, values[0].shape[1:]
+        packed = np.full((*self.shape, *each), native_expert(dtype), dtype)
+        flat = packed.reshape(-1, *each)
         for start, length, value in zip(self.starts, self.lengths, values, strict=True):
             flat[start : start + length] = value
         return packed
@@ -169,4 +181,11 @@ def pack(
         behave_logp=layout.scatter((sequence.behave_logp for sequence in sequences), np.float32),
         age=layout.scatter((sequence.age for sequence in sequences), np.int32),
     )
-    return [PackedBatch(*(column[i] for column in columns)) for i in range(layout.shape[0])], layout
+    experts = [sequence.experts for sequence in sequences if sequence.experts is not None]
+    if experts:
+        columns = columns._replace(experts=layout.scatter_experts(experts))
+    present = {name: column for name, column in columns._asdict().items() if column is not None}
+    return [
+        PackedBatch(**{name: column[i] for name, column in present.items()})
+        for i in range(layout.shape[0])
+    ], layout

@@ -83,6 +83,9 @@ class DecodeOutput(NamedTuple):
     """Last token of each slot's sequence."""
     top_logprobs: tuple[Int32[np.ndarray, "n A S"], Float32[np.ndarray, "n A S"]] | None = None
     """Top tokens and their log-probs, of a shaped dispatch."""
+    experts: Shaped[np.ndarray, "n S L k"] | None = None
+    """Experts of the input of each step, if they are recorded; undefined where a slot sampled
+    nothing."""
 
 
 def empty_slots(num_slots: int) -> Shaped[np.ndarray, "S"]:

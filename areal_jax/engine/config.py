@@ -69,6 +69,11 @@ class EngineConfig:
         doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept "
         "(cheaper, drifts); sequences that begin later find nothing of older weights",
     )
+    router_replay: bool = chz.field(
+        default=False,
+        doc="record the experts of every token in the engine, and train with them instead of the "
+        "router's own choice (R3, arXiv:2510.11370); mixtures of experts only",
+    )
     temperature: float = chz.field(
         validator=NOT_NEGATIVE, default=1.0, doc="1: the policy itself; 0: the most likely token"
     )

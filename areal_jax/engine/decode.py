@@ -15,6 +15,7 @@ Axes: S slots, T tokens, M pages of a slot's table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, product
@@ -42,6 +43,7 @@ from areal_jax.engine.decode_state import (
     Reader,
     encode_slots,
     lay_out_params,
+    unpack_experts,
 )
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.compilation import OnProgram, Program, compile_programs
@@ -188,7 +190,11 @@ class DecodeEngine:
         return state._replace(view=view)
 
     def prefill(
-        self, params: EngineParams, state: DecodeState, chunks: Sequence[PrefillChunk]
+        self,
+        params: EngineParams,
+        state: DecodeState,
+        chunks: Sequence[PrefillChunk],
+        on_experts: Callable[[PrefillChunk, Shaped[np.ndarray, "T L k"]], None] | None = None,
     ) -> DecodeState:
         """Compute keys and values of the tokens of all chunks; `state` is consumed.
 
@@ -196,6 +202,8 @@ class DecodeEngine:
             params: Weights.
             state: State.
             chunks: Chunks, none of which attends to another.
+            on_experts: Called with the experts of each chunk's tokens, with
+                `engine.router_replay`; it waits for the device.
         """
         shapes = self.shapes
         waiting: dict[tuple[str, int], list[list[PrefillChunk]]] = {}
@@ -217,8 +225,14 @@ class DecodeEngine:
                 is_few = verb == "prefill" and 2 * most * self.num_shards <= counts[-1]
                 rows = counts[0] if is_few else counts[-1]
                 each = rows // self.num_shards
-                batch = self._prefill_batch([shard[:each] for shard in by_shard], each, length)
-                pages = self.programs.get(verb, rows, length)(params, pages, *batch)
+                now = [shard[:each] for shard in by_shard]
+                batch = self._prefill_batch(now, each, length)
+                pages, experts = self.programs.get(verb, rows, length)(params, pages, *batch)
+                if on_experts is not None and experts is not None:
+                    host = np.asarray(experts)
+                    for shard, chunks in enumerate(now):
+                        for row, chunk in enumerate(chunks, shard * each):
+                            on_experts(chunk, host[row, : len(chunk.tokens)])
                 by_shard = [shard[each:] for shard in by_shard]
         return state._replace(pages=pages)
 
@@ -287,7 +301,14 @@ class DecodeEngine:
         """Wait for the output of a dispatch: one transfer from device to host."""
         host, steps = np.asarray(packed), self.config.steps_per_dispatch
         counts, status, last = host[2 * steps : 2 * steps + 3]
-        top_logprobs = None
+        top_logprobs, experts = None, None
+        if self.config.router_replay:
+            shape = self.shapes.experts(steps, host.shape[1])
+            num_words = steps * -(
+                -math.prod(shape[2:]) * np.dtype(self.shapes.experts_dtype).itemsize // 4
+            )
+            experts = unpack_experts(host[-num_words:], shape, self.shapes.experts_dtype)
+            host = host[:-num_words]
         if len(host) > 2 * steps + 3:
             others, others_logp = host[2 * steps + 3 :].reshape(2, steps, MAX_TOP_LOGPROBS, -1)
             top_logprobs = others, others_logp.view(np.float32)
@@ -299,6 +320,7 @@ class DecodeEngine:
             status == STOPPED,
             last,
             top_logprobs,
+            experts,
         )
 
     def same_weights(self, old: EngineParams, new: EngineParams) -> bool:

@@ -75,7 +75,12 @@ class DecodePrograms:
             case ("prefill" | "extend") as verb, rows, length:
                 arguments = self._prefill_arguments(rows, length)
                 run = partial(prefill if verb == "prefill" else extend, shapes)
-                return _lower(run, (shapes.params, pages, *arguments), pages, donate=1)
+                experts = None
+                if shapes.config.router_replay:
+                    size = shapes.experts(rows, length)
+                    experts = shapes.array(size, shapes.experts_dtype, "batch")
+                result = pages, experts
+                return _lower(run, (shapes.params, pages, *arguments), result, donate=1)
             case ("copy",):
                 return self._lower_on_shards(copy_pages, (pages, *shapes.shard_lists(2)), pages)
             case "insert", tokens, length:

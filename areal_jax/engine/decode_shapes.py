@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -19,6 +20,7 @@ from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode_state import DecodeState, EngineParams, Reader, lay_out_params
 from areal_jax.models import lora
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.moe import ids_dtype
 from areal_jax.models.paged_attention import PAGE_AXES, Pages, choose_paged_kernel
 from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding, shardings
 
@@ -76,6 +78,11 @@ class DecodeShapes:
             self.compute_dtype if config.kv_dtype == "compute" else jnp.dtype(config.kv_dtype)
         )
         self.reader: Reader = reader or self._fastest_reader()
+        if config.router_replay and policy.config.moe is None:
+            raise ValueError(
+                f"engine.router_replay=true: {policy.config.architecture} has no experts; set it "
+                "to false"
+            )
         # The last token is never fed, so it needs no column.
         most = config.max_tokens - 1
         self.num_shards = mesh.shape["data"]
@@ -151,6 +158,19 @@ class DecodeShapes:
         longest = min(self.config.max_prompt_tokens - 1, self.prefill_lengths[-1])
         is_prompt = length <= at_least(self.prefill_lengths, longest)
         return sorted({1, most}) if is_prompt and shards == 1 else [most]
+
+    def experts(self, *leading: int) -> tuple[int, ...]:
+        """Return the shape of recorded experts, [.., L, k]."""
+        moe = self.policy.config.moe
+        assert moe is not None
+        return (*leading, self.policy.config.num_hidden_layers, moe.num_experts_per_tok)
+
+    @property
+    def experts_dtype(self) -> type[np.uint8] | type[np.uint16]:
+        """Type of recorded experts."""
+        moe = self.policy.config.moe
+        assert moe is not None
+        return ids_dtype(moe.num_experts)
 
     def kv_bytes(self) -> int:
         """Return the bytes of keys and values on each device: pages, and the longest view."""

@@ -6,9 +6,11 @@ a slot's table, n decode steps of one dispatch.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32, Shaped
@@ -74,6 +76,25 @@ def read_field(slots: Int32[Array, "S F"], name: str) -> Shaped[Array, "S ..."]:
 def as_bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
     """Reinterpret floats as integers, for a transfer in one array."""
     return jax.lax.bitcast_convert_type(x, np.int32)
+
+
+def pack_experts(ids: Shaped[Array, "n S L k"]) -> Int32[Array, "_ S"]:
+    """Pack experts into integers, for a transfer in one array."""
+    n, S = ids.shape[:2]
+    each = 4 // ids.dtype.itemsize
+    flat = ids.reshape(n, S, -1)
+    flat = jnp.pad(flat, ((0, 0), (0, 0), (0, -flat.shape[2] % each)))
+    words = jax.lax.bitcast_convert_type(flat.reshape(n, S, -1, each), np.int32)
+    return words.swapaxes(1, 2).reshape(-1, S)
+
+
+def unpack_experts(
+    words: Int32[np.ndarray, "_ S"], shape: tuple[int, ...], dtype: DTypeLike
+) -> Shaped[np.ndarray, "n S L k"]:
+    """Return the experts of the given shape; the inverse of `pack_experts`."""
+    n, S, *rest = shape
+    flat = np.ascontiguousarray(words.reshape(n, -1, S).swapaxes(1, 2)).view(dtype)
+    return flat[:, :, : math.prod(rest)].reshape(shape)
 
 
 def lay_out_params(policy: Policy, params: Params, compute_dtype: DTypeLike) -> EngineParams:

@@ -22,10 +22,11 @@ from areal_jax.engine.decode_state import (
     DecodeState,
     EngineParams,
     as_bits,
+    pack_experts,
     read_field,
 )
 from areal_jax.engine.decode_view import attend_to_view, settle
-from areal_jax.engine.prefill import write_pages
+from areal_jax.engine.prefill import recorded_experts, write_pages
 from areal_jax.models.decoder import Attend
 from areal_jax.models.moe import sharded_experts
 from areal_jax.models.paged_attention import paged_attention
@@ -68,6 +69,8 @@ class _Step(NamedTuple):
     penalties."""
     top_logprobs: tuple[Int32[Array, "n A S"], Float32[Array, "n A S"]]
     """Most likely tokens and their log-probs; empty in cheaper modes."""
+    experts: Shaped[Array, "n S L k"] | None
+    """Experts of each step's input, if they are recorded."""
 
 
 class _Dispatch:
@@ -137,11 +140,14 @@ class _Dispatch:
             logp,
             self._initial_counts,
             (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)),
+            jnp.zeros(shapes.experts(*tokens.shape), shapes.experts_dtype)
+            if (shapes := self._shapes).config.router_replay
+            else None,
         )
 
     def _step(self, i: Int32[Array, ""], carry: _Step) -> _Step:
-        cache, token, active, remaining, _, tokens, logps, token_counts, top_logprobs = carry
-        hidden, cache, _ = self._shapes.policy.hidden(
+        cache, token, active, remaining, _, tokens, logps, token_counts, top_logprobs, ids = carry
+        hidden, cache, routing = self._shapes.policy.hidden(
             self._params,
             token[:, None],
             (self._position + i)[:, None],
@@ -150,7 +156,12 @@ class _Dispatch:
             compute_dtype=self._shapes.compute_dtype,
             unroll=True,
             experts=sharded_experts(self._shapes.mesh, ROLLOUT_RULES),
+            records_experts=ids is not None,
         )
+        if ids is not None:
+            chosen = recorded_experts(routing)
+            assert chosen is not None
+            ids = ids.at[i].set(chosen[:, 0])
         logits = self._process(i, self._logits(hidden[:, 0]), token_counts)
         sampled, logp = sampling.sample_tokens(logits, self._uniforms[:, i], self._temperature)
         if self._in_prompt is not None:
@@ -177,6 +188,7 @@ class _Dispatch:
             logps.at[i].set(jnp.where(active, logp, 0)),
             token_counts,
             top_logprobs,
+            ids,
         )
 
     def _attention(self, i: Int32[Array, ""], active: Bool[Array, "S"]) -> Attend:
@@ -234,7 +246,7 @@ class _Dispatch:
     ) -> tuple[DecodeState, Int32[Array, "m S"]]:
         """Return the next state and the packed output."""
         state, num_steps = self._state, self._num_steps
-        cache, token, active, remaining, stopped, tokens, logp, _, others = last
+        cache, token, active, remaining, stopped, tokens, logp, _, others, ids = last
         status = jnp.where(active, CONTINUES, jnp.where(started & stopped, STOPPED, 0)).astype(
             jnp.int32
         )
@@ -242,6 +254,8 @@ class _Dispatch:
         packed = [tokens, as_bits(logp), jnp.stack([counts, status, token])]
         if self._in_prompt is not None:
             packed += [x.reshape(-1, len(started)) for x in (others[0], as_bits(others[1]))]
+        if ids is not None:
+            packed.append(pack_experts(ids))
         now = {
             "token": token,
             "position": self._position + counts,

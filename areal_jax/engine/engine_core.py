@@ -12,6 +12,7 @@ from areal_jax.engine.batch import SamplingMode
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.decode_state import DecodeState
 from areal_jax.engine.engine_metrics import EngineMetrics
+from areal_jax.engine.expert_log import ExpertLog
 from areal_jax.engine.scheduler import Scheduler, penalized_tokens
 from areal_jax.engine.sequence import Sequence
 from areal_jax.records import NO_VERSION, Weights
@@ -38,6 +39,11 @@ class EngineCore:
         self.scheduler = Scheduler(
             engine.config, engine.num_shards, engine.pages_per_shard, engine.pages_per_slot
         )
+        if engine.config.router_replay:
+            self.scheduler.experts = ExpertLog(
+                self.scheduler.cache.table, engine.shapes.experts(), engine.shapes.experts_dtype
+            )
+        self._log_experts = self.scheduler.experts and self.scheduler.experts.log_prefill
         self.weights = Weights(NO_VERSION, None)
         self.num_tokens = 0
         """Tokens decoded so far."""
@@ -73,7 +79,9 @@ class EngineCore:
         """Recompute the pages of running sequences; return the number of tokens computed."""
         engine, num_tokens = self._engine, 0
         for chunks in self.scheduler.cache.rebuild(sequences):
-            self._state = engine.prefill(self.weights.params, self._state, chunks)
+            self._state = engine.prefill(
+                self.weights.params, self._state, chunks, self._log_experts
+            )
             num_tokens += sum(len(chunk.tokens) for chunk in chunks)
         columns = {each.slot: each.num_tokens - 1 for each in sequences if each.slot is not None}
         self._sync_page_table()
@@ -88,8 +96,10 @@ class EngineCore:
             return
         start_s = time.perf_counter()
         chunks, complete = scheduler.schedule_prefill()
-        self._state = engine.prefill(self.weights.params, self._state, chunks)
+        self._state = engine.prefill(self.weights.params, self._state, chunks, self._log_experts)
         insert = scheduler.start(complete)
+        if scheduler.experts is not None:
+            scheduler.experts.copy(insert.copies)
         self._state = engine.copy(
             engine.fit(self._state, scheduler.slots.num_columns()), insert.copies
         )

@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
 from areal_jax.engine.decode_shapes import DecodeShapes
 from areal_jax.engine.decode_state import EngineParams
 from areal_jax.models.attention import choose_kernel, sharded_attention
 from areal_jax.models.decoder import Attend
-from areal_jax.models.moe import sharded_experts
+from areal_jax.models.moe import Routing, sharded_experts
 from areal_jax.models.paged_attention import Pages, paged_attention, sharded_write
 from areal_jax.parallel.sharding import ROLLOUT_RULES
 
@@ -29,8 +29,8 @@ def prefill(
     table: Int32[Array, "B M"],
     starts: Int32[Array, "B"],
     counts: Int32[Array, "B"],
-) -> tuple[Pages, ...]:
-    """Fill the pages of sequences from their first token on."""
+) -> tuple[tuple[Pages, ...], Shaped[Array, "B T L k"] | None]:
+    """Fill the pages of sequences from their first token on; return the experts, if recorded."""
     # Stacked again: a scan over layers compiles faster, and the copy is small beside a prefill.
     stacked = params | {
         "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
@@ -43,10 +43,17 @@ def prefill(
     )
     attend = _attend_and_keep(sharded_attention(rows, kernel, shapes.mesh, ROLLOUT_RULES))
     experts = sharded_experts(shapes.mesh, ROLLOUT_RULES)
-    _, kept, _ = shapes.policy.hidden(
-        stacked, tokens, positions, attend, compute_dtype=shapes.compute_dtype, experts=experts
+    _, kept, routing = shapes.policy.hidden(
+        stacked,
+        tokens,
+        positions,
+        attend,
+        compute_dtype=shapes.compute_dtype,
+        experts=experts,
+        records_experts=shapes.config.router_replay,
     )
-    return write_pages(shapes, pages, zip(*kept, strict=True), table, starts, counts)
+    pages = write_pages(shapes, pages, zip(*kept, strict=True), table, starts, counts)
+    return pages, recorded_experts(routing)
 
 
 def extend(
@@ -57,12 +64,12 @@ def extend(
     table: Int32[Array, "B M"],
     starts: Int32[Array, "B"],
     counts: Int32[Array, "B"],
-) -> tuple[Pages, ...]:
+) -> tuple[tuple[Pages, ...], Shaped[Array, "B T L k"] | None]:
     """Fill pages of sequences whose earlier pages are filled (chunked prefill)."""
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     attend = paged_attention(table, starts, counts, "plain", shapes.mesh, ROLLOUT_RULES)
     experts = sharded_experts(shapes.mesh, ROLLOUT_RULES)
-    _, pages, _ = shapes.policy.hidden(
+    _, pages, routing = shapes.policy.hidden(
         params,
         tokens,
         positions,
@@ -71,8 +78,14 @@ def extend(
         compute_dtype=shapes.compute_dtype,
         unroll=True,
         experts=experts,
+        records_experts=shapes.config.router_replay,
     )
-    return pages
+    return pages, recorded_experts(routing)
+
+
+def recorded_experts(routing: Routing | None) -> Shaped[Array, "B T L k"] | None:
+    """Return the experts of every token in every layer, if they are recorded."""
+    return None if routing is None or routing.ids is None else jnp.moveaxis(routing.ids, 0, 2)
 
 
 def write_pages(

@@ -16,6 +16,7 @@ from jaxtyping import Int32
 
 from areal_jax.engine.batch import DecodeOutput, PrefillChunk, SamplingMode, is_penalized
 from areal_jax.engine.config import EngineConfig
+from areal_jax.engine.expert_log import ExpertLog
 from areal_jax.engine.kv_cache.manager import CacheInsert, KVCacheManager
 from areal_jax.engine.kv_cache.pages import PageTable
 from areal_jax.engine.sequence import PrefillJob, Sequence, SequenceGroup, SequenceState
@@ -47,6 +48,8 @@ class Scheduler:
         self._free_slots = [table.slots(shard)[::-1] for shard in range(num_shards)]
         self._num_ended = 0
         """Sequences that ended in the last dispatch."""
+        self.experts: ExpertLog | None = None
+        """Set by its owner to record experts."""
 
     @property
     def has_active(self) -> bool:
@@ -171,6 +174,8 @@ class Scheduler:
         self, output: DecodeOutput, version: int
     ) -> list[tuple[Sequence, StopReason]]:
         """Log the output of a dispatch; return the sequences that ended, and why, for `finish`."""
+        if self.experts is not None:
+            self.experts.log_dispatch(output, self.slots.positions())
         ended = self.slots.process_outputs(output, version).tolist()
         self._num_ended = len(ended)
         return [
@@ -198,6 +203,9 @@ class Scheduler:
             The running sequences whose pages must be rebuilt.
         """
         running = [self.running[slot] for slot in self.slots.live()]
+        if self.experts is not None:
+            for sequence in running:
+                self.experts.record(sequence)
         self.close_prompts()
         self.cache.invalidate(running if keep else ())
         return [] if keep else running
@@ -215,6 +223,8 @@ class Scheduler:
         """Free the slot and pages of a sequence, which then waits with what it has sampled."""
         slot = sequence.slot
         assert slot is not None
+        if self.experts is not None:
+            self.experts.record(sequence)
         self.cache.free(sequence)
         sequence.leave_slot()
         self.slots.free_slot(slot)

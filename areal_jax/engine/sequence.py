@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Shaped
 
 from areal_jax.engine.token_log import TokenLog
 from areal_jax.records import Completion, Request, StopReason, TopLogprobs, empty_completion
@@ -68,6 +68,8 @@ class Sequence:
     """Whether its pages were computed with earlier weights (`engine.on_update=keep`)."""
     group: SequenceGroup = field(init=False)
     """Set by the group; a sequence by itself has none."""
+    experts: Shaped[np.ndarray, "_ L k"] | None = None
+    """Recorded experts of the first tokens of prompt and completion."""
     num_reported: int = 0
     """Tokens that were passed to the request's `on_progress`."""
 
@@ -106,7 +108,8 @@ class Sequence:
 
     def leave_slot(self) -> None:
         """Move the logged tokens into `sampled`, and wait."""
-        self.sampled, self.log = self.completion(), None
+        self.sampled = replace(self.completion(), experts=self.experts)
+        self.log = None
         self.slot, self.state, self.is_outdated = None, SequenceState.WAITING, False
 
     def finish(self, reason: StopReason) -> None:
@@ -137,6 +140,7 @@ class SequenceGroup:
         ]
         for sequence in self.sequences:
             sequence.group, sampled = self, sequence.sampled
+            sequence.experts = sampled.experts
             if sampled.stop_reason != "suspended":
                 sequence.finish(sampled.stop_reason)
             elif len(sampled.tokens) >= request.sampling.max_new_tokens:

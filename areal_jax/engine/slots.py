@@ -113,10 +113,14 @@ class SlotTable:
         """Return the highest sampling mode of any slot."""
         return SamplingMode(self._modes.max())
 
+    def positions(self) -> Int[np.ndarray, "S"]:
+        """Return by slot the number of cached tokens, at which the next dispatch continues."""
+        return self._assigned_at + self.log.counts
+
     def records(self) -> Shaped[np.ndarray, "S"]:
         """Return the `SLOT` records of all slots, for the device."""
         records = self._settings.copy()
         records["active"], records["token"] = self.active, self._token
-        records["position"] = self._assigned_at + self.log.counts
+        records["position"] = self.positions()
         records["remaining"] = self._budget - self.log.counts
         return records

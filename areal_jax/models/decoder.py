@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from areal_jax.models import rope
 from areal_jax.models.activations import gated
@@ -134,6 +134,8 @@ class Policy:
         remat: Remat = "none",
         experts: Experts = local_experts,
         counted: Bool[Array, "B T"] | None = None,
+        replay: Shaped[Array, "B T L k"] | None = None,
+        records_experts: bool = False,
     ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
         """Compute the final hidden states, after the last norm.
 
@@ -151,19 +153,23 @@ class Policy:
             remat: activations of each layer that are saved for the backward pass.
             experts: computation of experts; on several devices `sharded_experts`.
             counted: mask of the tokens whose routing is summed; None for no sums.
+            replay: recorded experts of each token in each layer; see `MoE`.
+            records_experts: whether the routing contains the experts of every token.
 
         Returns:
             Hidden states, the cache returned by `attend`, and the routing by layer (None without
-            `counted` or without experts).
+            experts, or without `counted` and `records_experts`).
         """
         config = self.config
         angles = _angles(config, positions)
         local_angles = _local_angles(config, positions)
 
         def run_layer(
-            x: Array, layer_and_cache: tuple[Params, LayerCache], window: int | None = None
+            x: Array,
+            layer_and_cache: tuple[Params, LayerCache, Array | None],
+            window: int | None = None,
         ) -> tuple[Array, tuple[LayerCache, Routing | None]]:
-            layer, layer_cache = layer_and_cache
+            layer, layer_cache, layer_replay = layer_and_cache
             x, layer_cache, routing = nnx.merge(self._layer, layer)(
                 x,
                 angles if window is None or local_angles is None else local_angles,
@@ -172,6 +178,8 @@ class Policy:
                 window,
                 experts,
                 counted,
+                layer_replay,
+                records_experts,
             )
             return x, (layer_cache, routing)
 
@@ -186,10 +194,12 @@ class Policy:
         if config.traits.scales_embedding:
             # Rounded to the compute dtype, as transformers does.
             x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+        by_layer = None if replay is None else jnp.moveaxis(replay, 2, 0)
         if unroll:
             outputs = []
             for i, layer in enumerate(self.unstack(params)["layers"]):
-                x, output = run_layer(x, (layer, None if cache is None else cache[i]), windows[i])
+                state = (None if each is None else each[i] for each in (cache, by_layer))
+                x, output = run_layer(x, (layer, *state), windows[i])
                 outputs.append(output)
             cache, routings = zip(*outputs, strict=True)
             routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
@@ -198,7 +208,7 @@ class Policy:
             runs = [(window, len(list(run))) for window, run in itertools.groupby(windows)]
             parts, start = [], 0
             for window, length in runs:
-                part = params["layers"], cache
+                part = params["layers"], cache, by_layer
                 if len(runs) > 1:
                     part = jax.tree.map(lambda leaf, i=start, j=start + length: leaf[i:j], part)
                 x, part = jax.lax.scan(
@@ -341,12 +351,14 @@ class Layer(nnx.Module):
         window: int | None,
         experts: Experts,
         counted: Bool[Array, "B T"] | None,
+        replay: Shaped[Array, "B T k"] | None,
+        records_experts: bool,
     ) -> tuple[Float[Array, "B T D"], LayerCache, Routing | None]:
         attention, cache = self.attn(self._norm(x, "attn_norm"), angles, attend, cache, window)
         x = x + self._norm(attention, "attn_post_norm")
         normed = self._norm(x, "mlp_norm")
         mlp, routing = (
-            self.mlp(normed, experts, counted)
+            self.mlp(normed, experts, counted, replay, records=records_experts)
             if isinstance(self.mlp, MoE)
             else (self.mlp(normed), None)
         )

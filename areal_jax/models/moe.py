@@ -12,14 +12,16 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from areal_jax.models.activations import gated
 from areal_jax.models.architecture import ModelConfig, MoEConfig
 from areal_jax.models.traits import Activation
 from areal_jax.parallel.sharding import Rules, sharding
+from areal_jax.records import native_expert
 
 ROUTER = "router"
 """Name of the router's parameter, which is float32 in every compute dtype."""
@@ -32,6 +34,13 @@ class Routing(NamedTuple):
     """Number of tokens with the expert among their top k."""
     probability: Float[Array, "*L E"]
     """Sum of the router's probabilities of the expert."""
+    ids: Shaped[Array, "*L B T k"] | None = None
+    """Experts of every token, if they are recorded."""
+
+
+def ids_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:
+    """Return the type of recorded expert ids; `native_expert` of it is none."""
+    return np.uint8 if num_experts < 256 else np.uint16
 
 
 @runtime_checkable
@@ -102,7 +111,13 @@ class MoE(nnx.Module):
             self.expert_down_bias = nnx.Param(jnp.zeros((E, D)), axes=("experts", "embed"))
 
     def __call__(
-        self, x: Float[Array, "B T D"], experts: Experts, counted: Bool[Array, "B T"] | None
+        self,
+        x: Float[Array, "B T D"],
+        experts: Experts,
+        counted: Bool[Array, "B T"] | None,
+        replay: Shaped[Array, "B T k"] | None = None,
+        *,
+        records: bool = False,
     ) -> tuple[Float[Array, "B T D"], Routing | None]:
         """Apply the experts.
 
@@ -110,6 +125,10 @@ class MoE(nnx.Module):
             x: hidden states.
             experts: computation of the experts.
             counted: mask of the tokens whose routing is summed; None for no sums.
+            replay: recorded experts (R3, arXiv:2510.11370), which replace the choice of the router
+                except where they are `native_expert`; their weights are the router's. The sums are
+                those of the router's own choice.
+            records: whether to return the experts of every token.
         """
         logits = jnp.matmul(
             x.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
@@ -119,7 +138,12 @@ class MoE(nnx.Module):
             logits = logits + self.router_bias[...]
             biases = self.expert_gate_bias, self.expert_up_bias, self.expert_down_bias
         probabilities = jax.nn.softmax(logits)
-        weights, chosen = jax.lax.top_k(probabilities, self.moe.num_experts_per_tok)
+        weights, native = jax.lax.top_k(probabilities, self.moe.num_experts_per_tok)
+        chosen = native
+        if replay is not None:
+            is_native = replay == native_expert(replay.dtype)
+            chosen = jnp.where(is_native, native, replay.astype(native.dtype))
+            weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
         if self.moe.norm_topk_prob:
             weights = weights / weights.sum(axis=-1, keepdims=True)
         weights = weights.astype(x.dtype)
@@ -134,11 +158,15 @@ class MoE(nnx.Module):
         if self.shared is not None:
             wide = jnp.einsum("btd,d->bt", x.astype(jnp.float32), self.shared_gate[...])
             y = y + jax.nn.sigmoid(wide)[..., None].astype(x.dtype) * self.shared(x)
-        if counted is None:
+        if counted is None and not records:
             return y, None
+        ids = chosen.astype(ids_dtype(self.moe.num_experts)) if records else None
+        if counted is None:
+            zeros = jnp.zeros(self.moe.num_experts)
+            return y, Routing(zeros, zeros, ids)
         mask = counted[..., None].astype(jnp.float32)
-        hits = jax.nn.one_hot(chosen, self.moe.num_experts).sum(axis=2) * mask
-        return y, Routing(hits.sum(axis=(0, 1)), (probabilities * mask).sum(axis=(0, 1)))
+        hits = jax.nn.one_hot(native, self.moe.num_experts).sum(axis=2) * mask
+        return y, Routing(hits.sum(axis=(0, 1)), (probabilities * mask).sum(axis=(0, 1)), ids)
 
 
 def balance_loss(routing: Routing, num_tokens: Float[Array, ""]) -> Float[Array, ""]:

@@ -63,6 +63,8 @@ def trainable_model(plan: TrainingPlan, params: Params, base: Params | None) -> 
         row_tokens=plan.row_tokens,
         temperature=sampling_temperature(plan),
         base=base,
+        replays_router=isinstance(plan.experiment, Experiment)
+        and plan.experiment.engine.router_replay,
     )
 
 

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from areal_jax.models import lora
 from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
 from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
-from areal_jax.models.moe import Routing, sharded_experts
+from areal_jax.models.moe import Routing, ids_dtype, sharded_experts
 from areal_jax.parallel.sharding import (
     TRAIN_RULES,
     batch_sharding,
@@ -42,6 +42,8 @@ class ModelInputs(NamedTuple):
     tokens: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
     positions: Int[Array, "B T"]
+    experts: Shaped[Array, "B T L k"] | None = None
+    """Recorded experts, to which tokens go instead of the router's choice."""
 
 
 class DeviceBatch(NamedTuple):
@@ -66,11 +68,8 @@ class DeviceBatch(NamedTuple):
     """Weight of each token in the mean that the loss is; present if that is not the mean over
     tokens and the objective reads it.
     """
-
-    @property
-    def inputs(self) -> ModelInputs:
-        """What a forward pass reads."""
-        return ModelInputs(self.tokens, self.segment_ids, self.positions)
+    experts: Shaped[Array, "B T L k"] | None = None
+    """Present if the policy replays recorded experts."""
 
 
 def check_row_shards(policy: Policy, mesh: Mesh, row_tokens: int) -> None:
@@ -109,6 +108,7 @@ class Forward:
         *,
         temperature: float,
         row_tokens: int,
+        replays_router: bool = False,
     ):
         """
         Args:
@@ -118,6 +118,8 @@ class Forward:
             compute_dtype: Data type of activations and matrices.
             temperature: Sampling temperature, by which logits are divided.
             row_tokens: Length of a row, in tokens.
+            replays_router: Whether tokens go to the recorded experts of a batch (R3,
+                arXiv:2510.11370); otherwise a batch's experts are not read.
 
         Raises:
             ValueError: The mesh's context axis does not divide rows or heads.
@@ -125,6 +127,7 @@ class Forward:
         check_row_shards(policy, mesh, row_tokens)
         self.policy, self.mesh, self.compute_dtype = policy, mesh, compute_dtype
         self.temperature, self.row_tokens = temperature, row_tokens
+        self.replays_router = replays_router
         self.remat: Remat = config.remat
         self.learns_entropy = config.entropy_coef != 0.0
         self.kernel: Kernel = choose_kernel(mesh.devices.flat[0].platform, row_tokens)
@@ -145,6 +148,22 @@ class Forward:
         """Return the shape of a column of a micro-batch."""
         return jax.ShapeDtypeStruct((self.rows, self.row_tokens), dtype, sharding=self.placed)
 
+    def experts_column(self) -> Any:
+        """Return the shape of the recorded experts of a micro-batch; None without."""
+        model, moe = self.policy.config, self.policy.config.moe
+        if not self.replays_router or moe is None:
+            return None
+        return jax.ShapeDtypeStruct(
+            (self.rows, self.row_tokens, model.num_hidden_layers, moe.num_experts_per_tok),
+            ids_dtype(moe.num_experts),
+            sharding=self.placed,
+        )
+
+    def inputs(self, batch: DeviceBatch) -> ModelInputs:
+        """Return what this forward pass reads."""
+        experts = batch.experts if self.replays_router else None
+        return ModelInputs(batch.tokens, batch.segment_ids, batch.positions, experts)
+
     @property
     def num_compilations(self) -> int:
         """Number of programs compiled so far."""
@@ -155,12 +174,14 @@ class Forward:
 
         With a scalar head: at token t, the value of what follows token t.
         """
-        return self.compiled(params, base)(params, base, batch.inputs)
+        return self.compiled(params, base)(params, base, self.inputs(batch))
 
     def compiled(self, params: Params, base: Params) -> jax.stages.Compiled:
         """Return the program behind `logprobs`; compile it first if this is its first use."""
         if self._program is None:
-            inputs = ModelInputs(*[self.column(np.int32)] * 3)
+            inputs = ModelInputs(*[self.column(np.int32)] * 3)._replace(
+                experts=self.experts_column()
+            )
             jitted = jax.jit(
                 lambda *arguments: self.predictions(*arguments)[0], out_shardings=self.placed
             )
@@ -221,6 +242,7 @@ class Forward:
             remat=self.remat,
             experts=sharded_experts(self.mesh, TRAIN_RULES),
             counted=inputs.segment_ids > 0,
+            replay=inputs.experts,
         )
         return self._constrain(hidden, ("batch", "tokens")), routing
 

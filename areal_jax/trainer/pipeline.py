@@ -246,9 +246,9 @@ def pack_rollouts(
             sample = batch.groups[i].samples[j]
             end = len(mask) - int(sample.loss_mask[::-1].argmax())
             age = batch.version - sample.versions[:end]
-            sequences.append(
-                TrainingSequence(sample.tokens[:end], mask[:end], sample.behave_logp[:end], age)
-            )
+            experts = None if sample.experts is None else sample.experts[:end]
+            columns = sample.tokens[:end], mask[:end], sample.behave_logp[:end], age, experts
+            sequences.append(TrainingSequence(*columns))
         micro_batches, layout = pack(sequences, rows=learner.rows, row_tokens=learner.row_tokens)
         return MiniBatch(
             [learner.put(micro_batch) for micro_batch in micro_batches],

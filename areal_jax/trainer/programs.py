@@ -224,7 +224,9 @@ class UpdatePrograms:
     ) -> tuple[Float[Array, ""], Measured]:
         """Return the objective with the entropy bonus and the load-balance loss of experts."""
         config, moe = self._config, self._forward.policy.config.moe
-        logp, entropy, routing = self._forward.predictions(params, base, batch.inputs)
+        logp, entropy, routing = self._forward.predictions(
+            params, base, self._forward.inputs(batch)
+        )
         loss, metrics = self._objective.loss(logp, batch, num_tokens, proximal_is_current)
         off_policy = None
         if self._objective.off_policy is not None:
@@ -258,7 +260,9 @@ class UpdatePrograms:
         column = self._forward.column
         dtypes = (np.int32,) * 3 + (np.bool_, np.float32, np.int32) + (np.float32,) * 2
         return DeviceBatch(
-            *map(column, dtypes), **{name: column(np.float32) for name in self._objective.columns}
+            *map(column, dtypes),
+            **{name: column(np.float32) for name in self._objective.columns},
+            experts=self._forward.experts_column(),
         )
 
     @cached_property

@@ -36,6 +36,7 @@ class TrainableModel:
             the dtypes of `state.frozen`.
         row_tokens: Length of a packed row, in tokens. No sequence may be longer.
         temperature: Sampling temperature, by which logits are divided.
+        replays_router: Whether tokens go to the experts that the engine has recorded.
     """
 
     policy: Policy
@@ -45,6 +46,7 @@ class TrainableModel:
     row_tokens: int
     temperature: float = 1.0
     base: Params | None = None
+    replays_router: bool = False
 
 
 class Learner:
@@ -69,6 +71,7 @@ class Learner:
             model.compute_dtype,
             temperature=model.temperature,
             row_tokens=model.row_tokens,
+            replays_router=model.replays_router,
         )
         self.rows, self.row_tokens = self.forward.rows, self.forward.row_tokens
         self.programs = UpdatePrograms(config, self.forward, objective, num_updates)
@@ -108,9 +111,20 @@ class Learner:
         return programs
 
     def put(self, batch: PackedBatch) -> DeviceBatch:
-        """Start the transfer of a micro-batch to the train mesh; its other columns are zeros."""
+        """Start the transfer of a micro-batch to the train mesh; its other columns are zeros.
+
+        Raises:
+            ValueError: The policy replays recorded experts, and there are none.
+        """
+        if not self.forward.replays_router:
+            batch = batch._replace(experts=None)
+        elif batch.experts is None:
+            raise ValueError(
+                "expected samples with recorded experts for engine.router_replay=true, found none; "
+                "set it to false to train on samples that were made without it"
+            )
         return DeviceBatch(
-            *put_batch(self.mesh, tuple(batch), TRAIN_RULES),
+            **put_batch(self.mesh, batch._asdict(), TRAIN_RULES),
             proximal_logp=self._zeros,
             advantages=self._zeros,
         )
@@ -146,6 +160,9 @@ class Learner:
         """
         accumulated = self.programs.run("zeros")
         scalars = np.float32(num_tokens), np.bool_(proximal_is_current)
+        if not self.forward.replays_router:
+            # A critic reads the policy's micro-batches.
+            batches = [batch._replace(experts=None) for batch in batches]
         for batch in batches:
             accumulated = self.programs.run(
                 "accumulate", self.params, self.base, accumulated, batch, *scalars

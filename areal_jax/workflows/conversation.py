@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Shaped
 
 from areal_jax.protocols import Tokenizer
 from areal_jax.records import (
@@ -22,6 +22,7 @@ from areal_jax.records import (
     ResultKind,
     Sample,
     StopReason,
+    native_expert,
     with_stop_token,
 )
 
@@ -128,4 +129,21 @@ def _sample(
         reward=reward,
         grade=grade,
         stop_reason=stop_reason or chain[-1].completion.stop_reason,
+        experts=_experts(chain, len(tokens)),
     )
+
+
+def _experts(chain: Sequence[Call], num_tokens: int) -> Shaped[np.ndarray, "T L k"] | None:
+    """Return the experts of every token from the first call that fed it; None if a call has none.
+
+    A later call feeds the tokens of earlier ones again, with other weights perhaps.
+    """
+    found = [call.completion.experts for call in chain if call.completion.experts is not None]
+    if len(found) < len(chain):
+        return None
+    dtype, each = found[0].dtype, found[0].shape[1:]
+    experts, known = np.full((num_tokens, *each), native_expert(dtype), dtype), 0
+    for of_call in found:
+        experts[known : len(of_call)] = of_call[known:]
+        known = max(known, len(of_call))
+    return experts

@@ -43,6 +43,11 @@ def any_bits(rng, columns, length):
     }
 
 
+def any_experts(rng, length):
+    """Make recorded experts of a policy with two layers, or none."""
+    return rng.integers(0, 256, (length, 2, 3)).astype(np.uint8) if rng.integers(2) else None
+
+
 def plain(value):
     """Convert records to nested tuples with the bytes of arrays and floats, so that == is exact."""
     if isinstance(value, np.ndarray):
@@ -80,11 +85,16 @@ def test_decode_inverts_encode_bit_exactly(seed, groups, calls, rewards, text, c
             reward=reward,
             grade=grade,
             stop_reason=stop_reason,
+            experts=any_experts(rng, length),
         )
 
     def completion(length):
-        stop_reason = "suspended" if length % 2 else "stop"
-        return Completion(**any_bits(rng, COMPLETION_COLUMNS, length), stop_reason=stop_reason)
+        return Completion(
+            **any_bits(rng, COMPLETION_COLUMNS, length),
+            stop_reason="suspended" if length % 2 else "stop",
+            # Of the prompt too.
+            experts=any_experts(rng, length + 3),
+        )
 
     state = RolloutState(
         tasks=counts,
@@ -122,12 +132,14 @@ def test_every_record_field_is_encoded():
         "reward",
         "grade",
         "stop_reason",
+        "experts",
     }
     # Top logprobs are for API clients; training does not need them.
     assert {field.name for field in fields(Completion)} == {
         *COMPLETION_COLUMNS,
         "stop_reason",
         "top_logprobs",
+        "experts",
     }
     assert {field.name for field in fields(Group)} == {"id", "task", "samples"}
     assert {field.name for field in fields(SuspendedGroup)} == {"id", "task", "calls"}

@@ -122,6 +122,7 @@ def test_rows_contain_complete_sequences_end_to_end(case: tuple[list[int], int],
             rng.random(n) < 0.5,
             (i + rng.random(n)).astype(np.float32),
             rng.integers(0, 9, n).astype(np.int32),
+            rng.integers(0, 9, (n, 3, 2)).astype(np.uint8),
         )
         for i, n in enumerate(lengths)
     ]
@@ -131,7 +132,13 @@ def test_rows_contain_complete_sequences_end_to_end(case: tuple[list[int], int],
     assert len(batches) == -(-len(allocate(lengths, row_tokens)) // rows)
     found: list[bytes] = []
     for batch in batches:
-        assert all(column.shape == (rows, row_tokens) for column in batch)
+        assert all(
+            column is not None and column.shape[:2] == (rows, row_tokens) for column in batch
+        )
+        # Padding has no expert.
+        assert batch.experts is not None
+        assert (batch.experts[batch.segment_ids == 0] == 255).all()
+        assert (batch.experts[batch.segment_ids > 0] < 9).all()
         for row in range(rows):
             segments = batch.segment_ids[row]
             filled = np.count_nonzero(segments)

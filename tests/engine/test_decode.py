@@ -75,7 +75,7 @@ def test_every_sequence_is_prefilled_once_in_a_row_long_enough(monkeypatch: pyte
                 assert starts[row] == fills[i].start
                 seen.append(i)
             shapes.append((verb, rows, length))
-            return pages
+            return pages, None
 
         return run
 

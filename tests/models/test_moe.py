@@ -231,3 +231,28 @@ def test_expert_output_for_few_and_many_tokens(rows, tokens):
         np.argsort(np.random.default_rng(5).random((rows, tokens, E)) ** 4, axis=-1)[..., :K]
     )
     assert_same(local_experts, x, weights, GATE, UP, DOWN, chosen=chosen)
+
+
+def test_replayed_experts_have_the_routers_weights() -> None:
+    # The router's logits are those of x = 1: softmax of 2, 1, 0, -1 is .643914, .236883, .087144,
+    # .032059. Experts 0 and 2 without renormalization, and .643914 / (.643914 + .087144) with it.
+    for is_normalized, expected in ((False, (0.643914, 0.087144)), (True, (0.880797, 0.119203))):
+        layer, _ = layer_of(norm_topk_prob=is_normalized)
+        layer.router[...] = jnp.zeros((16, 4)).at[0].set(jnp.array([2.0, 1.0, 0.0, -1.0]))
+        x = jnp.zeros((1, 2, 16)).at[:, :, 0].set(1.0)
+        given = []
+
+        def experts(x, weights, chosen, *_, given=given, **__):
+            given.append((weights, chosen))
+            return x
+
+        # The second token is routed by the router.
+        replay = jnp.array([[[0, 2], [255, 255]]], jnp.uint8)
+        _, routing = layer(x, experts, jnp.ones((1, 2), bool), replay, records=True)
+        ((weights, chosen),) = given
+        np.testing.assert_allclose(weights[0, 0], expected, atol=1e-6)
+        np.testing.assert_array_equal(chosen, [[[0, 2], [0, 1]]])
+        assert routing is not None and routing.ids is not None
+        np.testing.assert_array_equal(routing.ids, chosen)
+        # The load-balance loss reads the router's own choices.
+        np.testing.assert_array_equal(routing.chosen, [2, 2, 0, 0])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -119,6 +120,22 @@ def answer(tokens: list[int], stop: StopReason) -> Completion:
         np.zeros(len(tokens), np.int32),
         stop,
     )
+
+
+def test_experts_are_those_of_the_call_that_first_fed_a_token() -> None:
+    def call(prompt: list[int], tokens: list[int], expert: int) -> Call:
+        experts = np.full((len(prompt) + len(tokens) - 1, 2, 1), expert, np.uint8)
+        completion = dataclasses.replace(answer(tokens, "stop"), experts=experts)
+        return Call(np.array(prompt, np.int32), completion)
+
+    calls = [call([3, 4], [5, STOP], 1), call([3, 4, 5, STOP, 6], [7, 8], 2)]
+    (sample,) = make_samples(calls, [0.0, 1.0], "correct")
+    # The first call feeds three tokens; the second one also its last token, the next prompt's, and
+    # the first one that it samples. No call feeds the last token.
+    assert sample.experts is not None and sample.experts.shape == (7, 2, 1)
+    assert sample.experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2, 255]
+    without = [calls[0], Call(calls[1].prompt, answer([7, 8], "stop"))]
+    assert make_samples(without, [0.0, 1.0], "correct")[0].experts is None
 
 
 def test_calls_that_extend_no_other_are_separate_samples() -> None:
