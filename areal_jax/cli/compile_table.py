@@ -16,7 +16,7 @@ from areal_jax.cli.arguments import fail
 from areal_jax.cluster.environment import COMPILE_ONLY, prepare, set_variables
 from areal_jax.config.experiment import AnyExperiment
 from areal_jax.errors import config_errors
-from areal_jax.metrics.progress import Progress, format_duration
+from areal_jax.metrics.progress import ProgressDisplay, format_duration
 from areal_jax.parallel.config import PlacementConfig
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def compile_for(experiment: AnyExperiment, topology: str, *, compiles_all: bool 
     plan = make_plan(chz.replace(experiment, placement=placement), devices)
     console = Console(highlight=False)
     start_s = time.monotonic()
-    progress = Progress(f"compiling {experiment.name} for {topology}: {plan.devices}", 0)
+    progress = ProgressDisplay(f"compiling {experiment.name} for {topology}: {plan.devices}", 0)
     try:
         with progress.stage("compiling") as stage:
 
