@@ -222,8 +222,10 @@ class ModelConfig:
         }
         if self.mlp_bias:
             written["mlp_bias"] = True
-        if self.query_pre_attn_scalar is not None:
-            written["query_pre_attn_scalar"] = self.query_pre_attn_scalar
+        if "query_pre_attn_scalar" in self.traits.defaults:
+            scalar = float(self.query_pre_attn_scalar or self.head_dim)
+            # transformers refuses 256.0.
+            written["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
         written |= _windows_to_hf(self.traits.windows, self.sliding_windows, self.num_hidden_layers)
         if self.moe is not None:
             moe = asdict(self.moe)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -57,6 +57,16 @@ _PLACES: Mapping[Target, _Place] = {
     "down_proj": _Place(("layers", "mlp", "down"), "mlp.down_proj", 1),
 }
 
+_FUSED: Mapping[str, tuple[Target, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Matrices of transformers that contain several targets, along the outputs.
+
+Here each target has its own factors. The file has one pair for the fused matrix: the rows of A are
+those of all targets, and B is block-diagonal, so that the rank is that of all targets together.
+An adapter of PEFT itself has one A for all targets, which are read with copies of it."""
+
 _NOTHING = Only((None, {}, [], False))
 """Values for an unset key in the releases of PEFT."""
 
@@ -70,6 +80,8 @@ _RULES: dict[str, Rule] = {
             "use_rslora",
             "init_lora_weights",
             "base_model_name_or_path",
+            "rank_pattern",
+            "alpha_pattern",
         ),
         "read",
     ),
@@ -102,8 +114,6 @@ _RULES: dict[str, Rule] = {
             "exclude_modules",
             "layers_to_transform",
             "layer_replication",
-            "rank_pattern",
-            "alpha_pattern",
         ),
         _NOTHING,
     ),
@@ -233,6 +243,8 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> LoRA:
             f"and {alpha!r}"
         )
     known = get_args(Target)
+    if isinstance(targets, list):
+        targets = [each for name in targets for each in _FUSED.get(name, (name,))]
     if not isinstance(targets, list) or not targets or not set(targets) <= set(known):
         raise ValueError(
             f"{path}: expected target_modules to be a list with items of {', '.join(known)}, found "
@@ -241,7 +253,14 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> LoRA:
     ordered = tuple(target for target in known if target in targets)
     if not isinstance(rslora := config.get("use_rslora", False), bool | None):
         raise ValueError(f"{path}: expected use_rslora to be true or false, found {rslora!r}")
-    return LoRA(rank=rank, alpha=float(alpha), targets=ordered, rslora=bool(rslora))
+    lora = LoRA(rank=rank, alpha=float(alpha), targets=ordered, rslora=bool(rslora))
+    found = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    if found not in (({}, {}), _patterns(lora, [*found[0]])):
+        raise ValueError(
+            f"{path}: expected rank_pattern and alpha_pattern to be empty, or as written here for "
+            f"fused matrices, found rank_pattern={found[0]!r} and alpha_pattern={found[1]!r}"
+        )
+    return lora
 
 
 def read_base_name(folder: Path) -> str | None:
@@ -278,7 +297,8 @@ def check_tensors(folder: Path, policy: Policy) -> None:
     with _open(folder) as file:
         hf.check_shapes(
             f"{folder / WEIGHTS} does not match the policy and {CONFIG}",
-            {tensor.name: tensor.shape for tensor in _tensors(policy)},
+            {tensor.name: tensor.shape for tensor in _tensors(policy)}
+            | _fused_shapes(policy, _read_json(folder)),
             dict.fromkeys(file.offset_keys(), hf.Source(file, WEIGHTS)),
         )
 
@@ -302,6 +322,12 @@ def load(folder: Path, policy: Policy, shardings: Any) -> Params:
         for tensor in _tensors(policy):
             stacked = leaves[tensor.path]
             stacked[tensor.layer] = file.get_tensor(tensor.name).T.reshape(stacked.shape[1:])
+        for fused in _fused_modules(policy):
+            a, b = (file.get_tensor(name) for name in fused.names)
+            for place, factors in zip(fused.places, fused.split(a, b, folder), strict=True):
+                for letter, factor in zip("ab", factors, strict=True):
+                    stacked = leaves[*place.path, letter]
+                    stacked[fused.layer] = factor.T.reshape(stacked.shape[1:])
     return put(traverse_util.unflatten_dict(leaves), shardings)
 
 
@@ -326,7 +352,15 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
         )
         for tensor in _tensors(policy)
     }
-    lora = _lora(policy)
+    lora, fused_names = _lora(policy), set[str]()
+    for fused in _fused_modules(policy):
+        pairs = [
+            [leaves[*place.path, letter][fused.layer] for letter in "ab"] for place in fused.places
+        ]
+        tensors |= dict(zip(fused.names, fused.join(pairs), strict=True))
+        fused_names.add(fused.module)
+    parts = {target for name in fused_names for target in _FUSED[name]}
+    ranks, alphas = _patterns(lora, sorted(fused_names))
     # In every release of PEFT, absent keys have the values that apply here.
     config = {
         "peft_type": "LORA",
@@ -337,9 +371,11 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
         "lora_dropout": 0.0,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": [*lora.targets],
+        "target_modules": sorted({*lora.targets} - parts | fused_names),
         "use_rslora": lora.rslora,
     }
+    if fused_names:
+        config |= {"rank_pattern": ranks, "alpha_pattern": alphas}
     # Each file is replaced atomically.
     temporary_weights, temporary_config = (folder / f".{name}" for name in (WEIGHTS, CONFIG))
     hf.write_tensors(tensors, temporary_weights)
@@ -361,6 +397,8 @@ class _Tensor(NamedTuple):
 def _tensors(policy: Policy) -> Iterator[_Tensor]:
     leaves = _leaves(abstract(policy))
     for place in map(_PLACES.__getitem__, _targets(policy)):
+        if hf.is_fused(policy, place.path):
+            continue
         for letter in ("a", "b"):
             shape = leaves[*place.path, letter].shape
             split = 1 + (place.num_inputs if letter == "a" else 1)
@@ -369,6 +407,97 @@ def _tensors(policy: Policy) -> Iterator[_Tensor]:
                 module = f"base_model.model.model.layers.{layer}.{place.module}"
                 name = f"{module}.lora_{letter.upper()}.weight"
                 yield _Tensor(name, file_shape, (*place.path, letter), layer)
+
+
+class _Fused(NamedTuple):
+    """The factors of a fused matrix of one layer in the file."""
+
+    module: str
+    names: tuple[str, str]
+    """Names of A and B."""
+    layer: int
+    places: tuple[_Place, ...]
+    sizes: tuple[int, ...]
+    """Outputs of each target."""
+    num_inputs: int
+    rank: int
+    """Rank of each target."""
+
+    def join(self, pairs: Sequence[Sequence[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+        """Make A [ranks, inputs] and the block-diagonal B [outputs, ranks]."""
+        a = np.concatenate([a.T for a, _ in pairs])
+        b = np.zeros((sum(self.sizes), len(a)), np.float32)
+        for (rows, columns), (_, factor) in zip(self._blocks(), pairs, strict=True):
+            b[rows, columns] = factor.reshape(self.rank, -1).T
+        return np.ascontiguousarray(a), b
+
+    def split(
+        self, a: np.ndarray, b: np.ndarray, folder: Path
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return A and B of each target.
+
+        Raises:
+            ValueError: B is not block-diagonal.
+        """
+        if len(a) == self.rank:
+            return [(a, b[rows]) for rows, _ in self._blocks()]
+        rest = b.copy()
+        for block in self._blocks():
+            rest[block] = 0
+        if rest.any():
+            raise ValueError(
+                f"{folder / WEIGHTS}: expected {self.names[1]} to be block-diagonal, with a block "
+                f"for each of {', '.join(_FUSED[self.module])}, found other numbers"
+            )
+        return [(a[columns], b[rows, columns]) for rows, columns in self._blocks()]
+
+    def _blocks(self) -> list[tuple[slice, slice]]:
+        """Rows and columns of B of each target."""
+        ends = np.cumsum(self.sizes).tolist()
+        return [
+            (slice(end - size, end), slice(i * self.rank, (i + 1) * self.rank))
+            for i, (end, size) in enumerate(zip(ends, self.sizes, strict=True))
+        ]
+
+
+def _fused_modules(policy: Policy) -> Iterator[_Fused]:
+    leaves, targets = _leaves(abstract(policy)), _targets(policy)
+    for module, parts in _FUSED.items():
+        places = tuple(_PLACES[part] for part in parts)
+        if parts[0] not in targets or not hf.is_fused(policy, places[0].path):
+            continue
+        shapes = [leaves[*place.path, "b"].shape for place in places]
+        inside = f"{places[0].module.split('.')[0]}.{module}"
+        for layer in range(shapes[0][0]):
+            name = f"base_model.model.model.layers.{layer}.{inside}"
+            yield _Fused(
+                module,
+                (f"{name}.lora_A.weight", f"{name}.lora_B.weight"),
+                layer,
+                places,
+                tuple(math.prod(shape[2:]) for shape in shapes),
+                leaves[*places[0].path, "a"].shape[1],
+                _lora(policy).rank,
+            )
+
+
+def _fused_shapes(policy: Policy, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of fused matrices in a file."""
+    ranks, shapes = config.get("rank_pattern") or {}, dict[str, tuple[int, ...]]()
+    for fused in _fused_modules(policy):
+        rank = ranks.get(fused.module, fused.rank)
+        shapes |= dict(
+            zip(fused.names, ((rank, fused.num_inputs), (sum(fused.sizes), rank)), strict=True)
+        )
+    return shapes
+
+
+def _patterns(lora: LoRA, modules: Sequence[str]) -> tuple[dict[str, int], dict[str, float]]:
+    """Rank and alpha of fused matrices, whose scale is that of their targets."""
+    counts = {name: len(_FUSED.get(name, ())) for name in modules}
+    ranks = {name: count * lora.rank for name, count in counts.items()}
+    power = 0.5 if lora.rslora else 1.0
+    return ranks, {name: lora.alpha * count**power for name, count in counts.items()}
 
 
 def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> Params:
@@ -380,11 +509,14 @@ def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> P
             f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}; "
             "remove these targets"
         )
-    if fused := [target for target, place in places.items() if hf.is_fused(policy, place.path)]:
-        raise ValueError(
-            f"policy.lora.targets: {policy.config.architecture} has {', '.join(fused)} inside of a "
-            "fused matrix, which PEFT adapts as one; remove these targets"
-        )
+    for module, parts in _FUSED.items():
+        lacking = sorted(set(parts) - set(places))
+        is_fused = hf.is_fused(policy, _PLACES[parts[0]].path)
+        if is_fused and lacking and len(lacking) < len(parts):
+            raise ValueError(
+                f"policy.lora.targets: {policy.config.architecture} has {', '.join(parts)} in one "
+                f"matrix, {module}; add {', '.join(lacking)}, or remove the others"
+            )
     return traverse_util.unflatten_dict(
         {place.path: make(leaves[place.path], place) for place in places.values()}
     )

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 
 import jax
@@ -236,6 +237,27 @@ def test_expert_config_round_trips():
     assert config.moe is not None and config.moe.num_experts == 4 and config.moe.norm_topk_prob
     assert config.sliding_windows == (4, 4, 4)
     assert ModelConfig.from_hf(config.to_hf(), source="its own") == config
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 4}),
+        ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 12, "rope_theta": 3e5}),
+        ("Gemma3ForCausalLM", {"layer_types": ["full_attention"] * 3}),
+        ("Glm4ForCausalLM", {"partial_rotary_factor": 1.0}),
+        ("GptOssForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+        ("MistralForCausalLM", {"sliding_window": None}),
+        ("MinistralForCausalLM", {"layer_types": ["full_attention"] * 3}),
+        ("Olmo3ForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("Qwen2MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 4}),
+    ],
+)
+def test_settings_beside_a_familys_defaults_round_trip(architecture, settings):
+    config = tiny_policy(architecture, **settings).config
+    assert config != tiny_policy(architecture).config
+    written = json.loads(json.dumps(config.to_hf()))
+    assert ModelConfig.from_hf(written, source="its own") == config
 
 
 def test_config_is_hashable():

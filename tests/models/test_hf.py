@@ -42,7 +42,13 @@ def test_load_inverts_save_bit_exactly(tmp_path, architecture, tied):
     assert ("lm_head.weight" in load_file(tmp_path / "policy" / "model.safetensors")) is not tied
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "qwen3_moe", "llama_linear_biased"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen2", "qwen2_tied", "qwen3_moe", "llama_linear_biased", "gemma3", "glm4", "gpt_oss"),
+        *("ministral", "mistral", "olmo2", "olmo3", "phi3", "qwen2_moe"),
+    ],
+)
 def test_resaving_transformers_folder_is_bit_exact(tmp_path, family):
     policy = Policy(hf.read_config(FIXTURES / family))
     params = hf.load(FIXTURES / family, policy, on_one_device(policy))

@@ -31,6 +31,12 @@ ADAPTERS = {
     "qwen3": LoraConfig(
         r=4, lora_alpha=2, target_modules=ALL, use_rslora=True, task_type="CAUSAL_LM"
     ),
+    "phi3": LoraConfig(
+        r=2,
+        lora_alpha=3,
+        target_modules=["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+        task_type="CAUSAL_LM",
+    ),
 }
 
 
