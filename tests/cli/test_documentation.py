@@ -13,6 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from areal_jax.cli import evaluate, plan, report, serve, train
+from areal_jax.config.experiment import Experiment, PreferenceExperiment, SFTExperiment
+from areal_jax.config.overrides import groups, reachable, settings
+from areal_jax.serve.config import ServeConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -164,3 +167,20 @@ def test_page_runs_from_top_to_bottom(
                 check=False,
             )
             assert done.returncode == 0, block.text + done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def test_settings_of_pages_exist() -> None:
+    kinds = (Experiment, SFTExperiment, PreferenceExperiment, ServeConfig)
+    known = {setting.key for kind in kinds for setting, _ in reachable(settings(kind))}
+    known |= {key for kind in kinds for key in groups(kind)}
+    first = {key.partition(".")[0] for key in known if "." in key}
+    found = 0
+    for page in PAGES:
+        # The columns of other trainers have names of theirs.
+        text = re.sub(r"^\|([^|\n]*)\|.*", r"\1", page.read_text(), flags=re.M)
+        for key in re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`", text):
+            is_file = key.endswith((".py", ".md", ".json", ".jsonl", ".html"))
+            if key.partition(".")[0] in first and not is_file:
+                assert key in known, f"{name_of(page)}: {key}"
+                found += 1
+    assert found >= 60
