@@ -15,6 +15,7 @@ import pytest
 from areal_jax.cli import evaluate, plan, report, serve, train
 from areal_jax.config.experiment import Experiment, PreferenceExperiment, SFTExperiment
 from areal_jax.config.overrides import groups, reachable, settings
+from areal_jax.rl.presets import PRESETS
 from areal_jax.serve.config import ServeConfig
 
 ROOT = Path(__file__).parents[2]
@@ -184,3 +185,8 @@ def test_settings_of_pages_exist() -> None:
                 assert key in known, f"{name_of(page)}: {key}"
                 found += 1
     assert found >= 60
+
+
+def test_every_preset_is_documented() -> None:
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    assert {name for name in PRESETS if f"`{name}`" not in text} == set()
