@@ -89,6 +89,15 @@ def off_policy_counts(
     return OffPolicyCounts(tokens, sequences)
 
 
+def sequence_ess(counts: OffPolicyCounts) -> Float[Array, ""]:
+    """Return the effective sample size of the sequences' weights W as a share of their number n,
+    (ΣW)² / (n ΣW²) (Kong, 1992); 1 without sequences.
+    """
+    num_sequences, total, total_of_squares = counts.sequences
+    share = total**2 / jnp.where(num_sequences > 0, num_sequences * total_of_squares, 1.0)
+    return jnp.where(num_sequences > 0, share, 1.0)
+
+
 def describe_off_policy(counts: OffPolicyCounts) -> dict[str, float]:
     """Return metrics of the counts of a whole step; none where no token was counted.
 

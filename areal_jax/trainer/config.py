@@ -42,6 +42,12 @@ class OptimizerConfig:
     max_grad_norm: float = chz.field(
         validator=POSITIVE, default=1.0, doc="global gradient norm is clipped to this"
     )
+    ess_exponent: float = chz.field(
+        validator=NOT_NEGATIVE,
+        default=0.0,
+        doc="reinforcement learning: the rate of an update is multiplied by its effective share of "
+        "sequences (as trainer/sequence_ess) to this power (VCPO: 0.5); 0: it is not",
+    )
     offload: bool = chz.field(
         default=False,
         doc="keep moments in the host's memory between updates; each then waits for them",

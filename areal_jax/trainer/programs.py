@@ -18,7 +18,7 @@ from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params
 from areal_jax.models.moe import balance_loss, router_metrics
 from areal_jax.parallel.sharding import abstract
-from areal_jax.rl.off_policy import OffPolicyCounts
+from areal_jax.rl.off_policy import OffPolicyCounts, sequence_ess
 from areal_jax.rl.token_losses import PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward
@@ -203,6 +203,9 @@ class UpdatePrograms:
         opt_state = jax.device_put(opt_state, jax.tree.map(_on_device, self.shardings.opt_state))
         norm = optax.tree.norm(gradients)
         rate = learning_rate(self._config.optimizer, num_updates_done(opt_state), self._num_updates)
+        if (exponent := self._config.optimizer.ess_exponent) and off_policy is not None:
+            # VCPO, arXiv:2602.17616: steps on data far from the policy are smaller.
+            rate *= jnp.minimum(sequence_ess(off_policy), 1.0) ** exponent
         direction, new_opt_state = self._optimizer.update(gradients, opt_state, params)
         new_params = jax.tree.map(lambda leaf, toward: leaf - rate * toward, params, direction)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.rl.off_policy import OffPolicyCounts, describe_off_policy, off_policy_counts
+from areal_jax.rl.off_policy import (
+    OffPolicyCounts,
+    describe_off_policy,
+    off_policy_counts,
+    sequence_ess,
+)
 
 
 def drawn(seed: int, rows: int, spread: float) -> tuple[np.ndarray, ...]:
@@ -93,6 +98,14 @@ def test_one_sequence_that_outweighs_all_others_leaves_an_ess_of_one() -> None:
     assert metrics["sequence_ess"] == pytest.approx(1 / 12, rel=2e-3)
 
 
+def test_sequence_ess_and_step_size_equal_vcpos_numbers() -> None:
+    log_weight = np.log([[1.0], [2.0], [0.5], [0.1]])
+    ones = np.ones_like(log_weight, np.int32)
+    share = float(sequence_ess(counts(log_weight, ones > 0, ones, ones)))
+    assert (share, share**0.5) == pytest.approx((0.61597, 0.784837), rel=1e-5)
+
+
 def test_a_batch_without_loss_tokens_has_no_metrics() -> None:
     log_weight, mask, age, segments = drawn(5, 2, 0.1)
+    assert float(sequence_ess(counts(log_weight, np.zeros_like(mask), age, segments))) == 1.0
     assert describe_off_policy(counts(log_weight, np.zeros_like(mask), age, segments)) == {}

@@ -206,6 +206,23 @@ def test_micro_batches_padding_and_shards_change_nothing(
     assert_close(trainer.state.opt_state, reference.state.opt_state)
 
 
+@pytest.mark.slow
+def test_ess_exponent_scales_each_update_by_its_share(shared: Callable[[str], Trainer]) -> None:
+    plain, groups = shared("one mini-batch"), batch(seed=1)
+    before = jax.tree.map(np.array, plain.params)
+    scaled = make(optimizer=chz.replace(OPTIMIZER, ess_exponent=0.5), given=before)
+    expected, result = plain.step(groups), scaled.step(groups)
+    factor = expected.metrics["sequence_ess"] ** 0.5
+    assert factor < 0.99
+    assert mean(result, "learning_rate") == pytest.approx(
+        factor * mean(expected, "learning_rate"), rel=1e-5
+    )
+    moved, scaled_move = (
+        np.asarray(trainer.params["embed"]) - before["embed"] for trainer in (plain, scaled)
+    )
+    np.testing.assert_allclose(scaled_move, factor * moved, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("loss", "loss_mean"),
     [
