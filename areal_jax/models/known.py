@@ -27,6 +27,28 @@ _QWEN3_MOE = {
     "head_dim": 128,
     "norm_topk_prob": True,
 }
+_QWEN2_MOE = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "rope_theta": 1e6,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+}
+_MISTRAL = {"architectures": ["MistralForCausalLM"], "rope_theta": 1e6, "sliding_window": None}
+_OLMO2 = {"architectures": ["Olmo2ForCausalLM"], "rope_theta": 5e5}
+_OLMO3 = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 4096}
+_PHI4 = {"architectures": ["Phi3ForCausalLM"], "rope_theta": 250000.0}
+_GLM4 = {"architectures": ["Glm4ForCausalLM"], "head_dim": 128, "attention_bias": True}
+_GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "sliding_window": 512}
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_experts_per_tok": 4,
+}
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5}
 
 
@@ -67,6 +89,19 @@ KNOWN: dict[str, dict[str, Any]] = {
     "qwen3-14b": _shape(_QWEN3, 5120, 17408, 40, 40, 8, 151936, 40960, False),
     "qwen3-32b": _shape(_QWEN3, 5120, 25600, 64, 64, 8, 151936, 40960, False),
     "qwen3-30b-a3b": _shape(_experts(128, 8, 768), 2048, 6144, 48, 32, 4, 151936, 40960, False),
+    "qwen1.5-moe-a2.7b": _shape(_QWEN2_MOE, 2048, 5632, 24, 16, 16, 151936, 8192, False),
+    "mistral-7b-v0.3": _shape(_MISTRAL, 4096, 14336, 32, 32, 8, 32768, 32768, False),
+    "olmo-2-7b": _shape(_OLMO2, 4096, 11008, 32, 32, 32, 100352, 4096, False),
+    "olmo-3-7b": _shape(_OLMO3, 4096, 11008, 32, 32, 32, 100278, 65536, False),
+    "phi-4": _shape(_PHI4, 5120, 17920, 40, 40, 10, 100352, 16384, False),
+    "glm-4-9b": _shape(_GLM4, 4096, 13696, 40, 32, 2, 151552, 32768, False),
+    "gemma-3-1b": _shape(_GEMMA3, 1152, 6912, 26, 4, 1, 262144, 32768, True),
+    "gpt-oss-20b": _shape(
+        _GPT_OSS | {"num_local_experts": 32}, 2880, 2880, 24, 64, 8, 201088, 131072, False
+    ),
+    "gpt-oss-120b": _shape(
+        _GPT_OSS | {"num_local_experts": 128}, 2880, 2880, 36, 64, 8, 201088, 131072, False
+    ),
 }
 """Content of config.json by name, as far as it decides the architecture."""
 

@@ -105,6 +105,7 @@ def _activations(
         model.intermediate_size
         if moe is None
         else 2 * moe.num_experts_per_tok * moe.moe_intermediate_size
+        + moe.shared_expert_intermediate_size
     )
     attended = heads * (model.head_dim * itemsize + _FLOAT32) // tensor
     projected = (heads + 2 * kv_heads) * model.head_dim * itemsize // tensor

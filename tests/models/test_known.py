@@ -17,6 +17,15 @@ from areal_jax.models.known import KNOWN, known_shape
         ("llama-3.1-8b", 8.03),
         ("qwen3-0.6b", 0.6),
         ("qwen3-30b-a3b", 30.5),
+        ("qwen1.5-moe-a2.7b", 14.3),
+        ("mistral-7b-v0.3", 7.25),
+        ("olmo-2-7b", 7.3),
+        ("olmo-3-7b", 7.3),
+        ("phi-4", 14.7),
+        ("glm-4-9b", 9.4),
+        ("gemma-3-1b", 1.0),
+        ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 116.8),
     ],
 )
 def test_known_policies_have_the_parameters_of_their_card(name: str, billions: float) -> None:
@@ -26,6 +35,9 @@ def test_known_policies_have_the_parameters_of_their_card(name: str, billions: f
 def test_matmul_params_count_active_experts_and_head() -> None:
     # According to the card 3.3 B activated, including 0.3 B of the embedding.
     assert known_shape("qwen3-30b-a3b").matmul_params / 1e9 == pytest.approx(3.04, rel=0.01)
+    # According to the cards 3.6 B and 5.1 B active, without the embedding of 0.58 B.
+    assert known_shape("gpt-oss-20b").matmul_params / 1e9 == pytest.approx(3.6, rel=0.01)
+    assert known_shape("gpt-oss-120b").matmul_params / 1e9 == pytest.approx(5.1, rel=0.01)
     # 7.62 B less 152064 x 3584 of the embedding, biases and norms.
     assert known_shape("qwen2.5-7b").matmul_params / 1e9 == pytest.approx(7.62 - 0.545, rel=0.001)
     # 28 layers, keys and values, 2 heads of 128: 14336 numbers.

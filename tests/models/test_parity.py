@@ -27,12 +27,8 @@ QUANTIZED = "gpt_oss_mxfp4"
 FAMILIES = sorted(
     folder.name for folder in FIXTURES.iterdir() if folder.is_dir() and folder.name != QUANTIZED
 )
-LATER = [
-    name for name in FAMILIES if "greedy" in load_file(FIXTURES / name / "expected.safetensors")
-]
-"""Families with tokens of `generate`."""
 EXPERTS = [
-    name for name in LATER if "balance" in load_file(FIXTURES / name / "expected.safetensors")
+    name for name in FAMILIES if "balance" in load_file(FIXTURES / name / "expected.safetensors")
 ]
 
 
@@ -75,8 +71,8 @@ def test_packed_logits_loss_and_gradient_match_transformers(family: str) -> None
 @pytest.mark.parametrize(
     ("family", "expert"),
     [
-        *((family, 1) for family in LATER),
-        *((family, 2) for family in LATER if family in EXPERTS),
+        *((family, 1) for family in FAMILIES),
+        *((family, 2) for family in FAMILIES if family in EXPERTS),
     ],
 )
 @pytest.mark.slow
@@ -147,7 +143,7 @@ def assert_matches(
     assert compared == {key for key in expected if key.startswith(("rows", "columns"))}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama3", "qwen3_window", "qwen3_moe", *LATER])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow
 def test_cached_logits_match_transformers(family: str) -> None:
     policy, params, expected, tokens = original(family)
