@@ -136,6 +136,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "reward_function": _REWARD,
     "rollout_batch_size": _BATCH_SIZE,
     "rollout_n": _GROUP_SIZE,
+    "rollout_routing_replay": ("engine.router_replay",),
     "save_freq": _SAVE,
     "save_interval": _SAVE,
     "save_steps": _SAVE,

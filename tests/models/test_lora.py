@@ -21,6 +21,7 @@ from areal_jax.models import hf, lora
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.traits import TRAITS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -398,3 +399,23 @@ def test_adapters_of_fused_matrices_are_read_back(tmp_path: Path, rslora: bool) 
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="block-diagonal"):
         lora.load(tmp_path, policy, one)
+
+
+@pytest.mark.parametrize("architecture", tuple(TRAITS))
+@pytest.mark.slow
+def test_every_family_adds_its_adapter_to_its_weights(architecture: str) -> None:
+    config = tiny_policy(architecture).config
+    # Experts have no adapters.
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    targets = attention if config.moe else (*attention, "gate_proj", "up_proj", "down_proj")
+    policy = Policy(config, LoRA(rank=2, targets=targets))
+    base = random_params(policy)
+    adapter = jax.tree.map(
+        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape) / 4,
+        lora.abstract(policy),
+    )
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 12)))
+    ours = logits(policy, lora.attach(policy, base, adapter), tokens)
+    merged = jax.tree.map(jnp.asarray, lora.merge(policy, base, adapter))
+    np.testing.assert_allclose(ours, logits(policy, merged, tokens), atol=2e-3, rtol=1e-3)
+    assert np.abs(ours - logits(policy, base, tokens)).mean() > 0.3
