@@ -109,14 +109,17 @@ class Completion:
     experts: Shaped[np.ndarray, "_ L k"] | None = None
     """With `engine.router_replay`, the experts of each token of the prompt and of `tokens`, in each
     layer, from when it was first fed to the policy; the last token never is. Of finished and
-    suspended completions only, not of parts."""
+    suspended completions, and of their first tokens."""
 
     def slice(self, start: int, end: int | None = None) -> Completion:
         """Return the tokens in [start, end)."""
         span, top = slice(start, end), self.top_logprobs
         top = top and TopLogprobs(top.tokens[span], top.logp[span])
+        tokens, experts = self.tokens[span], None
+        if self.experts is not None and start == 0:
+            experts = self.experts[: len(self.experts) + len(tokens) - len(self.tokens)]
         return Completion(
-            self.tokens[span], self.logp[span], self.versions[span], self.stop_reason, top
+            tokens, self.logp[span], self.versions[span], self.stop_reason, top, experts
         )
 
     def concatenate(self, more: Completion) -> Completion:

@@ -178,7 +178,11 @@ def test_suspended_completions_keep_their_experts() -> None:
     resumed = request("a", PROMPT, 1, max_new_tokens=24, seed=1, resume=(part,))
     completion = run(engine, Updates(engine, (0, 1)), resumed)[0]
     assert completion.tokens.tolist() == whole.tokens.tolist()
+    # Of five tokens, the last of which was not fed.
+    first = whole.slice(0, 5).experts
+    assert first is not None and whole.slice(2, 5).experts is None
     assert completion.experts is not None and whole.experts is not None
+    np.testing.assert_array_equal(first, whole.experts[: len(PROMPT) + 4])
     assert (completion.experts[: len(PROMPT) + 7] == 3).all()
     np.testing.assert_array_equal(completion.experts[16:], whole.experts[16:])
 
