@@ -58,18 +58,14 @@ Train the policy of an experiment. Metrics, samples and checkpoints are written 
   --config=FILE         instead of --exp: the {CONFIG_FILE} of an earlier run
   a.b=c                 change a setting, such as rollout.max_staleness=8; a choice among classes
                         by name, such as tasks=Files tasks.path=problems.jsonl
-  algorithm=NAME        the settings of a published algorithm, such as grpo, dapo, gspo, cispo or
-                        maxrl; algorithm=list is refused with all names
+  algorithm=NAME        the settings of a published algorithm, such as grpo; algorithm=list: names
   --run-folder=DIR      folder to write; default: {RUNS_FOLDER}/NAME-TIME
   --resume[=DIR]        resume the run in DIR, or the newest run (of NAME, if --exp is given)
   --dry-run             print settings, devices, meshes and memory, and train nothing
-  --compile-for=SLICE   compile the run's programs for a TPU slice, such as v5p:8x8x8, v6e:4x4 or
-                        2xv5p:4x4x4, on a machine without one, and print memory, operations,
-                        collectives and bounds; exit status 1 if a program does not fit;
-                        --compile-all: also the engine's smaller programs
+  --compile-for=SLICE   compile for a TPU slice that is not there, such as 2xv5p:4x4x4, and print
+                        memory, collectives and bounds; --compile-all: smaller programs too
   --replay=RUN          train again on the recorded rollouts of a run; --until=N: to version N
-  --preflight           try scripted answers, right, wrong and cheating, from prompt to one update,
-                        on the CPU and without weights; exit status 1 if rewards are wrong
+  --preflight           try right, wrong and cheating answers, from prompt to one update
 """
 
 
