@@ -109,7 +109,7 @@ class Completion:
     experts: Shaped[np.ndarray, "_ L k"] | None = None
     """With `engine.router_replay`, the experts of each token of the prompt and of `tokens`, in each
     layer, from when it was first fed to the policy; the last token never is. Of finished and
-    suspended completions, and of their first tokens."""
+    suspended completions, and of their first tokens; a last part has those of the whole."""
 
     def slice(self, start: int, end: int | None = None) -> Completion:
         """Return the tokens in [start, end)."""
@@ -134,7 +134,7 @@ class Completion:
             np.concatenate([getattr(self, name), getattr(more, name)])
             for name in ("tokens", "logp", "versions")
         )
-        return Completion(tokens, logp, versions, more.stop_reason, more_top)
+        return Completion(tokens, logp, versions, more.stop_reason, more_top, more.experts)
 
 
 def native_expert(dtype: DTypeLike) -> int:

@@ -10,7 +10,7 @@ import asyncio
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -184,7 +184,8 @@ class EngineHost:
         for sample, (start, sampled) in enumerate(zip(reported, completions, strict=False)):
             is_finished = sampled.stop_reason != "suspended"
             if start != _ALL and (is_finished or len(sampled.tokens) > start):
-                news[sample] = start, wire.encode_completion(sampled.slice(start))
+                part = replace(sampled.slice(start), experts=sampled.experts)
+                news[sample] = start, wire.encode_completion(part)
                 reported[sample] = _ALL if is_finished else len(sampled.tokens)
         return news
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 
 import chz
@@ -183,6 +184,9 @@ def test_suspended_completions_keep_their_experts() -> None:
     assert first is not None and whole.slice(2, 5).experts is None
     assert completion.experts is not None and whole.experts is not None
     np.testing.assert_array_equal(first, whole.experts[: len(PROMPT) + 4])
+    # A worker reports the last part with the experts of the whole.
+    last = dataclasses.replace(whole.slice(5), experts=whole.experts)
+    assert whole.slice(0, 5).concatenate(last).experts is whole.experts
     assert (completion.experts[: len(PROMPT) + 7] == 3).all()
     np.testing.assert_array_equal(completion.experts[16:], whole.experts[16:])
 
