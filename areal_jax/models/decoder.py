@@ -29,6 +29,7 @@ from areal_jax.models.blocked_attention import ATTENDED
 from areal_jax.models.config import LoRA, Remat
 from areal_jax.models.moe import ROUTER, Experts, MoE, Routing, local_experts
 from areal_jax.models.traits import Activation, Traits
+from areal_jax.parallel.fsdp import ShardedMatrix, sharded_product
 
 Params: TypeAlias = dict[str, Any]
 """Nested dict of arrays: embed, layers.attn.q, ..., norm, head (or value). Leaves of `layers` are
@@ -481,12 +482,16 @@ def _norm(size: int, axis: str, traits: Traits) -> nnx.Param[Array]:
 
 
 def _product(
-    x: Float[Array, "B T I"], w: Array | Adapted, num_inputs: int = 1
+    x: Float[Array, "B T I"], w: Array | Adapted | ShardedMatrix, num_inputs: int = 1
 ) -> Float[Array, "B T ..."]:
     """Compute x · w over the first `num_inputs` dimensions of w, which are flattened in x."""
     if isinstance(w, Adapted):
         # The scale is applied to the low-rank product, which is small.
         return _product(x, w.w, num_inputs) + _product(w.scale * _product(x, w.a, num_inputs), w.b)
+    if isinstance(w, ShardedMatrix):
+        flat = w.w.reshape(math.prod(w.w.shape[:num_inputs]), -1)
+        product: Array = sharded_product(x, flat, w.shards)
+        return product.reshape(*x.shape[:2], *w.w.shape[num_inputs:])
     flat = w.reshape(math.prod(w.shape[:num_inputs]), -1)
     return _flat_product(x, flat).reshape(*x.shape[:2], *w.shape[num_inputs:])
 

@@ -270,7 +270,9 @@ class Program:
             case "custom-call":
                 self._add_kernel(work, computation, instruction)
             case opcode if opcode.removesuffix("-start") in KINDS:
-                if (collective := _collective(computation, instruction)) is not None:
+                collective = _collective(computation, instruction)
+                # A group of one device moves nothing.
+                if collective is not None and len(collective.group) != 1:
                     work.collectives[collective] += 1
 
     def _add_kernel(self, work: Work, computation: Computation, instruction: Instruction) -> None:

@@ -6,11 +6,15 @@ Axes: B rows, T tokens, C tokens of a chunk, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from areal_jax.parallel.fsdp import FullySharded
 
 
 def token_logprobs(
@@ -22,6 +26,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_tokens: int,
     learns_entropy: bool = False,
+    shards: FullySharded | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Compute the log-prob of every token given its prefix, and the entropy of its distribution.
 
@@ -37,6 +42,7 @@ def token_logprobs(
         chunk_tokens: tokens of all rows whose logits exist at the same time. The backward pass
             recomputes them, so that [tokens, vocabulary] never exists in either direction.
         learns_entropy: whether the entropy carries a gradient; else only the log-probs do.
+        shards: how `head` is sharded over the devices of other tokens, if it is.
 
     Returns:
         Log-probs and entropies, in nats.
@@ -52,8 +58,6 @@ def token_logprobs(
     num_rows, num_columns = tokens.shape
     columns_per_chunk = min(num_columns, max(1, chunk_tokens // num_rows))
     num_chunks = -(-num_columns // columns_per_chunk)
-    # Even chunks: 100 columns at 80 a chunk become twice 50, not 80 and 20 with 60 of padding.
-    columns_per_chunk = -(-num_columns // num_chunks)
     targets = jnp.roll(tokens, -1, axis=1)
 
     def predict(
@@ -61,26 +65,46 @@ def token_logprobs(
     ) -> tuple[Array, Array]:
         return _predict(hidden_chunk, head, targets_chunk, temperature, learns_entropy)
 
-    if num_chunks == 1:
-        logp, entropy = predict(hidden, targets)
-    else:
-        # Cut along columns, never along rows, which the train mesh shards. A chunk takes every
-        # num_chunks-th column, so that shards of columns have equal shares of each chunk.
-        padding = num_chunks * columns_per_chunk - num_columns
-
-        def cut(x: Array) -> Array:
-            x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
-            return jnp.moveaxis(
-                x.reshape(num_rows, columns_per_chunk, num_chunks, *x.shape[2:]), 2, 0
-            )
-
-        _, outs = jax.lax.scan(
-            lambda _, chunk: (None, predict(*chunk)), None, (cut(hidden), cut(targets))
+    if shards is not None:
+        outs: tuple[Array, Array] = _predict_sharded(
+            hidden, head, targets, temperature, learns_entropy, num_chunks, shards
         )
-        logp, entropy = (jnp.moveaxis(x, 0, 2).reshape(num_rows, -1)[:, :num_columns] for x in outs)
+        logp, entropy = outs
+    else:
+        _, (logp, entropy) = _in_chunks(
+            num_chunks, lambda _, chunk: (None, predict(*chunk)), None, (hidden, targets)
+        )
     predicted = _is_predicted(segment_ids)
     logp, entropy = (jnp.where(predicted, jnp.roll(x, 1, axis=1), 0.0) for x in (logp, entropy))
     return logp, entropy if learns_entropy else jax.lax.stop_gradient(entropy)
+
+
+def _in_chunks(
+    num_chunks: int,
+    function: Callable[[Any, tuple[Array, ...]], tuple[Any, tuple[Array, ...]]],
+    carry: Any,
+    arrays: tuple[Array, ...],
+) -> tuple[Any, tuple[Array, ...]]:
+    """Scan over chunks of rows and tokens: `function` of what it carries and a chunk of each array.
+
+    Chunks are cut along columns, never along rows, which the train mesh shards. A chunk takes every
+    num_chunks-th column, so that shards of columns have equal shares of each chunk; and chunks are
+    even: 100 columns at 80 a chunk become twice 50, not 80 and 20 with 60 of padding.
+    """
+    if num_chunks == 1:
+        return function(carry, arrays)
+    num_rows, num_columns = arrays[0].shape[:2]
+    columns = -(-num_columns // num_chunks)
+
+    def cut(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, num_chunks * columns - num_columns), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(num_rows, columns, num_chunks, *x.shape[2:]), 2, 0)
+
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 2).reshape(num_rows, -1, *x.shape[3:])[:, :num_columns]
+
+    carry, outs = jax.lax.scan(function, carry, tuple(map(cut, arrays)))
+    return carry, tuple(map(join, outs))
 
 
 def values_before(
@@ -144,14 +168,31 @@ def _predict_backward(
     entropy), from recomputed logits: the residuals are [tokens], not [tokens, V].
     """
     hidden, head, targets, log_norm, entropy = saved
-    d_logp, d_entropy = cotangents
+    d_hidden, d_head = _gradients(
+        hidden, head, targets, log_norm, entropy, *cotangents, temperature=temperature
+    )
+    return d_hidden, d_head.astype(head.dtype), None
+
+
+def _gradients(
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "B C"],
+    log_norm: Float[Array, "B C"],
+    entropy: Float[Array, "B C"] | None,
+    d_logp: Float[Array, "B C"],
+    d_entropy: Float[Array, "B C"],
+    *,
+    temperature: float,
+) -> tuple[Float[Array, "B C D"], Float[Array, "D V"]]:
+    """Gradients of hidden states and head; `entropy` is None if it carries none."""
     logits = _logits(hidden, head, temperature)
     log_softmax = logits - log_norm[..., None]
     softmax = jnp.exp(log_softmax)
     d_logits = (jnp.where(_is_target(targets, logits), 1.0, 0.0) - softmax) * (
         d_logp / temperature
     )[..., None]
-    if learns_entropy:
+    if entropy is not None:
         d_logits -= (
             softmax * (log_softmax + entropy[..., None]) * (d_entropy / temperature)[..., None]
         )
@@ -161,10 +202,83 @@ def _predict_backward(
     d_head = jnp.einsum(
         "bcd,bcv->dv", hidden, d_logits.astype(hidden.dtype), preferred_element_type=logits.dtype
     )
-    return d_hidden, d_head.astype(head.dtype), None
+    return d_hidden, d_head
 
 
 _predict.defvjp(_predict_forward, _predict_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _predict_sharded(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "B T"],
+    temperature: float,
+    learns_entropy: bool,
+    num_chunks: int,
+    shards: FullySharded,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """`_predict` of all chunks: the head is gathered once in each direction, and its gradient is
+    reduced once, after the last chunk."""
+    return _predict_sharded_forward(
+        hidden, head, targets, temperature, learns_entropy, num_chunks, shards
+    )[0]
+
+
+def _predict_sharded_forward(
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    temperature: float,
+    learns_entropy: bool,
+    num_chunks: int,
+    shards: FullySharded,
+) -> tuple[tuple[Array, Array], tuple]:
+    del learns_entropy
+    whole = shards.gather(head.astype(hidden.dtype))
+    _, (logp, entropy, log_norm) = _in_chunks(
+        num_chunks,
+        lambda _, chunk: (None, _predict_with_norm(chunk[0], whole, chunk[1], temperature)),
+        None,
+        (hidden, targets),
+    )
+    return (logp, entropy), (hidden, head, targets, log_norm, entropy)
+
+
+def _predict_sharded_backward(
+    temperature: float,
+    learns_entropy: bool,
+    num_chunks: int,
+    shards: FullySharded,
+    saved: tuple,
+    cotangents: tuple[Array, Array],
+) -> tuple[Array, Array, None]:
+    hidden, head, targets, log_norm, entropy = saved
+
+    def gradients(head: Array, *local: Array) -> tuple[Array, Array]:
+        def add(d_head: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array]]:
+            hidden, targets, log_norm, entropy, *cotangents = chunk
+            d_hidden, its = _gradients(
+                *(hidden, head, targets - shards.first(head.shape[1]), log_norm),
+                *(entropy if learns_entropy else None, *cotangents),
+                temperature=temperature,
+            )
+            return d_head + its, (shards.sum_across(d_hidden),)
+
+        zeros = jnp.zeros(head.shape, log_norm.dtype)
+        d_head, (d_hidden,) = _in_chunks(num_chunks, add, zeros, local)
+        return d_head, d_hidden
+
+    d_head, d_hidden = shards.gradients(
+        gradients,
+        head.astype(hidden.dtype),
+        *(hidden, targets, log_norm, entropy, *cotangents),
+        num_others=1,
+    )
+    return d_hidden, d_head.astype(head.dtype), None
+
+
+_predict_sharded.defvjp(_predict_sharded_forward, _predict_sharded_backward)
 
 
 def _logits(

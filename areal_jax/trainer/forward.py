@@ -19,6 +19,7 @@ from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
 from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import Routing, ids_dtype, sharded_experts
+from areal_jax.parallel.fsdp import FullySharded, ShardedMatrix, fully_sharded
 from areal_jax.parallel.sharding import (
     TRAIN_RULES,
     batch_sharding,
@@ -202,14 +203,16 @@ class Forward:
         hidden, routing = self.hidden(whole, inputs)
         if self.policy.config.is_scalar:
             return self.policy.values(whole, hidden), None, routing
+        head = self.policy.head(whole)
         logp, entropy = token_logprobs(
             hidden,
-            self.policy.head(whole),
+            head,
             inputs.tokens,
             inputs.segment_ids,
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
             learns_entropy=self.learns_entropy,
+            shards=self._shards(("embed", "vocab"), head.shape),
         )
         return logp, entropy, routing
 
@@ -229,6 +232,8 @@ class Forward:
         # Gathered along the width before tokens are looked up: otherwise the looked-up vectors
         # would be gathered over all rows.
         whole = whole | {"embed": self._constrain(whole["embed"], ("vocab",))}
+        if not self.policy.lora:
+            whole = whole | {"layers": self._sharded_layers(whole["layers"])}
         hidden, _, routing = self.policy.hidden(
             whole,
             inputs.tokens,
@@ -245,6 +250,30 @@ class Forward:
             replay=inputs.experts,
         )
         return self._constrain(hidden, ("batch", "tokens")), routing
+
+    def _sharded_layers(self, layers: Params) -> Params:
+        """Return the layers with matrices that are gathered and whose gradients are scattered."""
+
+        def sharded(names: tuple[str, ...], leaf: Array) -> Any:
+            # Leaves are stacked. Experts gather their own.
+            if "embed" not in names or len(names) < 3 or "experts" in names:
+                return leaf
+            # Heads and their sizes are one dimension of the flattened matrix.
+            is_first = names[1] == "embed"
+            axes = ("embed", names[2]) if is_first else (names[1], "embed")
+            shards = self._shards(axes, (leaf.shape[1], leaf.shape[2 if is_first else -1]))
+            return leaf if shards is None else ShardedMatrix(leaf, shards)
+
+        return jax.tree.map(
+            sharded,
+            self.policy.axes()["layers"],
+            layers,
+            is_leaf=lambda node: isinstance(node, tuple),
+        )
+
+    def _shards(self, axes: tuple[str, str], shape: tuple[int, ...]) -> FullySharded | None:
+        tokens = self.rows, self.row_tokens
+        return fully_sharded(self.mesh, axes, (shape[0], shape[1]), tokens, TRAIN_RULES)
 
     def _constrain(self, x: Array, axes: tuple[str, ...]) -> Array:
         return jax.lax.with_sharding_constraint(x, sharding(self.mesh, axes, x.shape, TRAIN_RULES))

@@ -1,0 +1,183 @@
+"""Fully sharded parameters: explicit gathers of weights, and gradients that are reduced and
+scattered in one step.
+
+Left to itself, the compiler reduces a gradient on every device and then takes each device's part of
+it, which is twice the traffic and a whole float32 gradient in memory, unless a later pass happens
+to fuse both; and it may gather small parts of a width by an all-reduce of zeros.
+
+Axes: B rows, T tokens, I inputs, O outputs, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from areal_jax.parallel.sharding import Rules, sharding
+
+
+@dataclass(frozen=True)
+class FullySharded:
+    """Mesh axes of a matrix that is sharded over the devices that hold other rows and tokens.
+
+    Attributes:
+        mesh: The train mesh.
+        width: Axes that shard the width of the matrix, all of which shard rows or tokens.
+        across: Axes that shard its other dimension (tensor parallelism).
+        tokens: Axes of rows and of tokens.
+        dim: Dimension of the matrix that is its width.
+    """
+
+    mesh: Mesh
+    width: tuple[str, ...]
+    across: tuple[str, ...]
+    tokens: tuple[tuple[str, ...], tuple[str, ...]]
+    dim: int
+
+    def gather(self, w: Float[Array, "I O"]) -> Float[Array, "I O"]:
+        """Gather the width of a matrix."""
+        return self._on_devices(self._gather, (self._of_matrix(),), self._of_matrix(()))(w)
+
+    def gradients(
+        self,
+        function: Callable[..., tuple[Array, ...]],
+        w: Float[Array, "I O"],
+        *arguments: Any,
+        wide: int | None = None,
+        num_others: int = 0,
+    ) -> tuple[Array, ...]:
+        """Compute a gradient on each device for its tokens, and sum it over all of them.
+
+        Args:
+            function: From the matrix, gathered along its width, and the arguments of a device to
+                its part of the matrix's gradient, and others by rows and tokens.
+            w: The matrix.
+            arguments: Arrays by rows and tokens.
+            wide: Number of the argument whose last dimension is the matrix's other one.
+            num_others: Number of the other results, which the function sums by `sum_across`.
+
+        Returns:
+            The gradient, sharded as the matrix, and the others.
+        """
+        others = tuple(axis for axis in chain(*self.tokens) if axis not in self.width)
+
+        def run(w: Array, *local: Any) -> tuple[Array, ...]:
+            whole, *rest = function(self._gather(w), *local)
+            mine = jax.lax.psum_scatter(whole, self.width, scatter_dimension=self.dim, tiled=True)
+            return (jax.lax.psum(mine, others) if others else mine), *rest
+
+        by_tokens = PartitionSpec(*self.tokens)
+        ins = [by_tokens] * len(arguments)
+        if wide is not None:
+            ins[wide] = PartitionSpec(*self.tokens, self.across)
+        out = (self._of_matrix(), *(by_tokens,) * num_others)
+        return self._on_devices(run, (self._of_matrix(), *ins), out)(w, *arguments)
+
+    def first(self, size: int) -> Int[Array, ""] | int:
+        """Return the place of a device's part of the other dimension, inside of `gradients`.
+
+        Args:
+            size: Size of the part.
+        """
+        return jax.lax.axis_index(self.across) * size if self.across else 0
+
+    def sum_across(self, x: Array) -> Array:
+        """Sum over the parts of the other dimension, inside of `gradients`."""
+        return jax.lax.psum(x, self.across) if self.across else x
+
+    def _gather(self, w: Array) -> Array:
+        return jax.lax.all_gather(w, self.width, axis=self.dim, tiled=True)
+
+    def _of_matrix(self, width: tuple[str, ...] | None = None) -> PartitionSpec:
+        width = self.width if width is None else width
+        return PartitionSpec(*((width, self.across) if self.dim == 0 else (self.across, width)))
+
+    def _on_devices(self, function: Callable[..., Any], ins: Any, out: Any) -> Callable[..., Any]:
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=ins,
+            out_specs=out,
+            check_vma=False,  # gathered arrays are equal on all devices of these axes
+        )
+
+
+def fully_sharded(
+    mesh: Mesh,
+    axes: tuple[str, str],
+    shape: tuple[int, int],
+    tokens: tuple[int, int],
+    rules: Rules,
+) -> FullySharded | None:
+    """Return how a matrix is sharded over the devices of its tokens; None where it is not.
+
+    Args:
+        mesh: The train mesh.
+        axes: Logical axes of its two dimensions, one of which is `embed`.
+        shape: Their sizes.
+        tokens: Number of rows, and of tokens of each.
+        rules: Logical axes to mesh axes.
+    """
+    dim = axes.index("embed")
+    both = _names(sharding(mesh, axes, shape, rules).spec)
+    by_tokens = _names(sharding(mesh, ("batch", "tokens"), tokens, rules).spec)
+    found = FullySharded(mesh, both[dim], both[1 - dim], by_tokens, dim)
+    return found if found.width and {*found.width} <= {*chain(*by_tokens)} else None
+
+
+def _names(spec: PartitionSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the axes of two dimensions."""
+    first, second = (
+        () if names is None else (names,) if isinstance(names, str) else tuple(names)
+        for names in (*spec, None, None)[:2]
+    )
+    return first, second
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("w",), meta_fields=("shards",))
+@dataclass(frozen=True)
+class ShardedMatrix:
+    """A matrix whose products gather it, and whose gradient is reduced and scattered.
+
+    A pytree node.
+    """
+
+    w: Any
+    shards: FullySharded
+    """Its `dim` is that of the matrix flattened to inputs and outputs."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def sharded_product(
+    x: Float[Array, "B T I"], w: Float[Array, "I O"], shards: FullySharded
+) -> Float[Array, "B T O"]:
+    """Compute x · w in the dtype of x; the gradient of w is summed over tokens in float32."""
+    return x @ shards.gather(w.astype(x.dtype))
+
+
+def _forward(x: Array, w: Array, shards: FullySharded) -> tuple[Array, tuple[Array, Array]]:
+    # Not sharded_product itself, inside which a rematerialization policy would not find the
+    # product.
+    return x @ shards.gather(w.astype(x.dtype)), (x, w)
+
+
+def _backward(shards: FullySharded, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    def gradient(_: Array, x: Array, dy: Array) -> tuple[Array]:
+        return (jnp.einsum("bti,bto->io", x, dy, preferred_element_type=jnp.float32),)
+
+    x, w = saved
+    dx = jnp.einsum("bto,io->bti", dy, shards.gather(w.astype(dy.dtype)))
+    # The input or the output has the dimension that is not the width.
+    (dw,) = shards.gradients(gradient, w, x, dy, wide=1 - shards.dim)
+    return dx, dw.astype(w.dtype)
+
+
+sharded_product.defvjp(_forward, _backward)

@@ -1,0 +1,148 @@
+"""Fully sharded matrices on eight simulated devices: values, gradients and collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.decoder import Policy
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.fsdp import ShardedMatrix, fully_sharded, sharded_product
+from areal_jax.parallel.hlo import Program, mesh_axes
+from areal_jax.parallel.mesh import make_train_mesh
+from areal_jax.parallel.sharding import TRAIN_RULES
+from areal_jax.rl.logprobs import token_logprobs
+from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.objective import policy_learner
+from areal_jax.trainer.step import TrainableModel
+
+POLICY = Policy(
+    ModelConfig.from_hf(
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": False,
+        },
+        source="tests",
+    )
+)
+ROWS, TOKENS, WIDTH, OUTER, VOCAB = 8, 6, 16, 12, 24
+PLACEMENTS = (
+    PlacementConfig(train_fsdp=8),
+    PlacementConfig(train_fsdp=4),
+    PlacementConfig(train_fsdp=4, train_tensor=2),
+    PlacementConfig(train_fsdp=2, train_context=2, train_tensor=2),
+)
+
+
+@pytest.fixture(params=PLACEMENTS, ids=str)
+def mesh(request: pytest.FixtureRequest) -> Mesh:
+    return make_train_mesh(request.param, jax.devices())
+
+
+def sample(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize("axes", [("embed", "mlp"), ("mlp", "embed")])
+def test_products_and_gradients_are_those_of_whole_matrices(
+    mesh: Mesh, axes: tuple[str, str]
+) -> None:
+    shape = (WIDTH, OUTER) if axes[0] == "embed" else (OUTER, WIDTH)
+    shards = fully_sharded(mesh, axes, shape, (ROWS, TOKENS), TRAIN_RULES)
+    assert shards is not None
+    x, w, dy = (
+        sample(0, ROWS, TOKENS, shape[0]),
+        sample(1, *shape),
+        sample(2, ROWS, TOKENS, shape[1]),
+    )
+    y, pull = jax.jit(lambda x, w: jax.vjp(lambda x, w: sharded_product(x, w, shards), x, w))(x, w)
+    np.testing.assert_allclose(y, x @ w, rtol=1e-5, atol=1e-5)
+    dx, dw = pull(dy)
+    np.testing.assert_allclose(dx, jnp.einsum("bto,io->bti", dy, w), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dw, jnp.einsum("bti,bto->io", x, dy), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("learns_entropy", [False, True])
+@pytest.mark.parametrize("chunk_tokens", [16, 10_000])
+def test_logprobs_with_a_sharded_head_are_those_of_a_whole_one(
+    mesh: Mesh, learns_entropy: bool, chunk_tokens: int
+) -> None:
+    shards = fully_sharded(mesh, ("embed", "vocab"), (WIDTH, VOCAB), (ROWS, TOKENS), TRAIN_RULES)
+    assert shards is not None
+    hidden, head = sample(0, ROWS, TOKENS, WIDTH), sample(1, WIDTH, VOCAB)
+    tokens = jax.random.randint(jax.random.key(2), (ROWS, TOKENS), 0, VOCAB)
+    weights = sample(3, 2, ROWS, TOKENS)
+
+    def loss(hidden: jax.Array, head: jax.Array, sharded: bool) -> jax.Array:
+        outs = token_logprobs(
+            hidden,
+            head,
+            tokens,
+            jnp.ones_like(tokens),
+            temperature=0.7,
+            chunk_tokens=chunk_tokens,
+            learns_entropy=learns_entropy,
+            shards=shards if sharded else None,
+        )
+        return (weights * jnp.stack(outs)).sum()
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), static_argnums=2)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        run(hidden, head, True),
+        run(hidden, head, False),
+    )
+
+
+def collectives_of_accumulate(placement: PlacementConfig, policy: Policy) -> tuple[Mesh, Counter]:
+    mesh = make_train_mesh(placement, jax.devices())
+    config = TrainerConfig(
+        optimizer=OptimizerConfig(), rows_per_micro_batch=1, logp_chunk_tokens=16, remat="attention"
+    )
+    model = TrainableModel(
+        policy=policy, params=policy.abstract(), mesh=mesh, compute_dtype=jnp.float32, row_tokens=64
+    )
+    learner = policy_learner(config, model, num_updates=10)
+    text = learner.programs.compiled("accumulate").as_text() or ""
+    return mesh, Program(text).work().collectives
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+def test_training_scatters_gradients_and_gathers_weights(placement: PlacementConfig) -> None:
+    mesh, found = collectives_of_accumulate(placement, POLICY)
+    layers, axes = POLICY.config.num_hidden_layers, {"fsdp", "context"}
+    # q, k, v, o, gate, up and down of each layer, and the head: once, however many chunks of logits
+    # there are.
+    scattered = sum(count for each, count in found.items() if each.kind == "reduce-scatter")
+    assert scattered == 7 * layers + 1
+    # What all-reduces over these axes have left is the embedding, norms, biases and sums.
+    reduced = sum(
+        count * each.num_bytes
+        for each, count in found.items()
+        if each.kind == "all-reduce" and axes & {*mesh_axes(each.group, mesh.shape)}
+    )
+    embedding = 512 * 64 * 4
+    assert reduced < embedding + 40_000 < embedding + 64 * 256 * 4
+
+
+def test_matrices_that_devices_of_tokens_do_not_share_are_left_alone() -> None:
+    mesh = make_train_mesh(PlacementConfig(train_fsdp=1), jax.devices())
+    assert fully_sharded(mesh, ("embed", "mlp"), (WIDTH, OUTER), (8, TOKENS), TRAIN_RULES) is None
+    mesh = make_train_mesh(PlacementConfig(train_fsdp=8), jax.devices())
+    assert fully_sharded(mesh, ("embed", "mlp"), (12, OUTER), (8, TOKENS), TRAIN_RULES) is None
+    shards = fully_sharded(mesh, ("embed", "mlp"), (WIDTH, OUTER), (8, TOKENS), TRAIN_RULES)
+    assert shards is not None
+    assert len(jax.tree.leaves(ShardedMatrix(jnp.zeros((WIDTH, OUTER)), shards))) == 1
