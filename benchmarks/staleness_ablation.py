@@ -13,11 +13,13 @@ three evaluations, because a single one has a standard error of 2.2 points.
   steps do, with max_staleness 0, 4, 8, 16 and unbounded.
 - Panel `rates`: 1e-4 and 2e-4 with max_staleness 0 and 16. At these rates the policy runs through
   most of its learning curve within 16 steps.
+- Panel `candidates`: algorithms that are to keep the synchronous score, at all three rates with
+  max_staleness 16 and unbounded.
 
 Decoupled PPO is used as in the authors' code: tokens with a weight proximal/behave above 5 are
 masked. Every run appends one row to results/staleness_ablation.jsonl; runs that have a row are not
 repeated, so that the script can be stopped at any time and started again. Draws
-results/staleness_ablation.png. About 100 minutes on two idle CPU cores.
+results/staleness_ablation.png. About four hours on two idle CPU cores.
 """
 
 from __future__ import annotations
@@ -52,11 +54,24 @@ OBJECTIVES = {
     ),
     "plain": ("trainer.loss=PPO",),
 }
-PANELS = {
-    "main": ((3e-5,), (0, 4, 8, 16, None)),
-    "rates": ((1e-4, 2e-4), (0, 16)),
+CANDIDATES = {
+    "double_clip": (*OBJECTIVES["decoupled"], "trainer.loss.behave_clip=2"),
+    "vcpo": (
+        *(*OBJECTIVES["decoupled"], "trainer.loss.behave_clip=2"),
+        "trainer.optimizer.ess_exponent=0.5",
+    ),
+    "adaptive": (
+        *(*OBJECTIVES["decoupled"], "trainer.loss.behave_clip=2"),
+        "rollout.min_sequence_ess=0.9",
+    ),
 }
-"""Learning rates and bounds on staleness of each panel."""
+"""Algorithms that are to keep synchronous pass@1 at every staleness and learning rate."""
+PANELS = {
+    "main": (OBJECTIVES, (3e-5,), (0, 4, 8, 16, None)),
+    "rates": (OBJECTIVES, (1e-4, 2e-4), (0, 16)),
+    "candidates": (CANDIDATES, (3e-5, 1e-4, 2e-4), (16, None)),
+}
+"""Objectives, learning rates and bounds on staleness of each panel."""
 
 FIRST_COUNTED_STEP = 20
 """Step from which staleness and ratios are averaged: before it, the buffer fills."""
@@ -83,7 +98,7 @@ class Case(NamedTuple):
         eta = "none" if self.max_staleness is None else str(self.max_staleness)
         return (
             *SETTINGS,
-            *OBJECTIVES[self.objective],
+            *(OBJECTIVES | CANDIDATES)[self.objective],
             f"trainer.optimizer.learning_rate={self.learning_rate:g}",
             f"rollout.max_staleness={eta}",
             f"seed={self.seed}",
@@ -99,10 +114,10 @@ def cases_of(panels: Sequence[str], seeds: Sequence[int]) -> Iterator[Case]:
     """Yield the runs of panels, seed by seed, so that a stop leaves whole seeds."""
     for seed in seeds:
         for panel in panels:
-            rates, bounds = PANELS[panel]
+            objectives, rates, bounds = PANELS[panel]
             for rate in rates:
                 for eta in bounds:
-                    yield from (Case(objective, rate, eta, seed) for objective in OBJECTIVES)
+                    yield from (Case(objective, rate, eta, seed) for objective in objectives)
 
 
 def stored(num_steps: int) -> dict[Case, dict[str, Any]]:
@@ -162,23 +177,27 @@ def score(
 
 
 def average(
-    found: Mapping[Case, Mapping[str, Any]], rate: float, eta: int | None, name: str
+    found: Mapping[Case, Mapping[str, Any]],
+    rate: float,
+    eta: int | None,
+    name: str,
+    objective: str = "decoupled",
 ) -> float:
-    """Return the mean of a figure over the decoupled runs of a cell."""
-    values = [row[name] for case, row in found.items() if case[:3] == ("decoupled", rate, eta)]
+    """Return the mean of a figure over the runs of a cell."""
+    values = [row[name] for case, row in found.items() if case[:3] == (objective, rate, eta)]
     return fmean(values) if values else float("nan")
 
 
 def show(found: Mapping[Case, Mapping[str, Any]]) -> None:
-    """Print the table."""
+    """Print the table of the panels, and that of the candidates."""
     table = Table(
         *("learning rate", "max_staleness"),
         *(f"{objective}: pass@1" for objective in OBJECTIVES),
         *("seeds", "mean staleness", "log-ratio rms", "sequence ESS"),
         title=NAME,
     )
-    for rates, bounds in PANELS.values():
-        for rate in rates:
+    for objectives, rates, bounds in PANELS.values():
+        for rate in rates if objectives is OBJECTIVES else ():
             for eta in bounds:
                 scores = [score(found, objective, rate, eta) for objective in OBJECTIVES]
                 table.add_row(
@@ -190,12 +209,32 @@ def show(found: Mapping[Case, Mapping[str, Any]]) -> None:
                     f"{average(found, rate, eta, 'sequence_ess'):.2f}",
                 )
     Console(width=130).print(table)
+    table = Table(
+        "learning rate", "max_staleness", *CANDIDATES, title="candidates: pass@1, staleness"
+    )
+    _, rates, bounds = PANELS["candidates"]
+    for rate in rates:
+        for eta in bounds:
+            cells = [f"{rate:g}", label(eta)]
+            for candidate in CANDIDATES:
+                mean, error, number = score(found, candidate, rate, eta)
+                age = average(found, rate, eta, "staleness", candidate)
+                cells.append(
+                    f"{mean:.1%} ± {error:.1%} ({number} seeds), {age:.1f}" if number else ""
+                )
+            table.add_row(*cells)
+    Console(width=130).print(table)
 
 
 def plot(found: Mapping[Case, Mapping[str, Any]]) -> None:
     """Draw pass@1 by staleness: the main panel, and the two higher rates."""
     figure = Figure(figsize=(13, 4.5), layout="constrained")
-    panels = [(rate, bounds) for rates, bounds in PANELS.values() for rate in rates]
+    panels = [
+        (rate, bounds)
+        for objectives, rates, bounds in PANELS.values()
+        if objectives is OBJECTIVES
+        for rate in rates
+    ]
     for axes, (rate, bounds) in zip(
         figure.subplots(1, len(panels), sharey=True), panels, strict=True
     ):
