@@ -18,6 +18,8 @@ COMPILE_ONLY = {
     "JAX_PLATFORMS": "cpu",
     # Else libtpu asks the metadata server of a TPU machine for its topology.
     "TPU_SKIP_MDS_QUERY": "1",
+    # Several processes may compile at the same time.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     # Compiled programs of devices that are not there cannot be read from it.
     "JAX_ENABLE_COMPILATION_CACHE": "false",
     # Its notes on what a real machine has.

@@ -7,7 +7,9 @@ import re
 from importlib.util import find_spec
 
 import jax
+import numpy as np
 from jax.experimental.topologies import get_topology_desc
+from jax.sharding import Mesh
 
 _FORM = re.compile(r"(?:(\d+)x)?(v\d[a-z]*:\d+(?:x\d+)+)")
 
@@ -38,3 +40,42 @@ def compile_only_devices(topology: str) -> list[jax.Device]:
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"expected a TPU slice, found {topology}: {error}") from None
     return list(described.devices)
+
+
+def on_own_slice(mesh: Mesh) -> Mesh:
+    """Return a mesh on a slice of its own, if it is a part of one.
+
+    XLA compiles for all devices of a slice; it ends the process where a mesh has only some of them
+    and others have lower numbers.
+
+    Raises:
+        ValueError: The devices of the mesh are no cuboid of their slice.
+    """
+    devices = list(mesh.devices.flat)
+    if max(device.id for device in devices) < len(devices):
+        return mesh
+    coords = np.array([device.coords for device in devices])
+    coords -= coords.min(axis=0)
+    sizes = tuple(int(size) for size in coords.max(axis=0) + 1)
+    shape = "x".join(map(str, sizes))
+    if np.prod(sizes) != len(devices):
+        raise ValueError(
+            f"expected meshes that are cuboids of the slice, found {len(devices)} devices in "
+            f"{shape}; change placement.rollout_share to whole rows or layers of the slice"
+        )
+    name = _NAMES[devices[0].device_kind]
+    dims = sizes if name == "v5p" else sizes[:2]
+    described = get_topology_desc(
+        platform="tpu",
+        topology_name=f"{name}:{'x'.join(map(str, dims))}",
+        chips_per_host_bounds=[
+            2 if size % 2 == 0 and axis < 2 else 1 for axis, size in enumerate(sizes)
+        ],
+    )
+    by_coords = {tuple(device.coords): device for device in described.devices}
+    own = np.empty(len(devices), object)
+    own[:] = [by_coords[tuple(place)] for place in coords.tolist()]
+    return Mesh(own.reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+_NAMES = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}

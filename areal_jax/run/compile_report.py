@@ -9,17 +9,20 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
 from jax.sharding import Mesh
 
 from areal_jax.config.experiment import Experiment
+from areal_jax.engine.decode import DecodeEngine
+from areal_jax.errors import config_errors
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.parallel import hlo
 from areal_jax.parallel.compilation import OnProgram, Program
 from areal_jax.parallel.sharding import bytes_per_device
+from areal_jax.parallel.topologies import on_own_slice
 from areal_jax.run.plan import Plan
 from areal_jax.run.trainer import abstract_weights, example_trainer, rl_trainer
 from areal_jax.sim.hardware import Device, device_of_kind
@@ -178,11 +181,17 @@ def compile_run(
         compiles_all: Compile every program of the engine, not only the largest of each kind.
         on_program: Called before each program.
         on_report: Called with each report.
+
+    Raises:
+        ConfigError: the meshes are no cuboids of the slice.
     """
+    moves = set(plan.rollout_mesh.devices.flat) != set(plan.train_mesh.devices.flat)
+    with config_errors("--compile-for"):
+        plan = _on_own_slices(plan)
     device_name, device = device_of_kind(plan.train_mesh.devices.flat[0].device_kind)
     jobs, left_out = list(_trainer_jobs(plan)), 0
     if plan.decodes:
-        jobs.append(_copy_job(plan))
+        jobs.append(_copy_job(plan, moves=moves))
         of_engine = list(_engine_jobs(plan))
         if not compiles_all:
             # Keyed by the verb: of each the last, which is the largest, stays.
@@ -235,6 +244,17 @@ def training_flops(model: ModelConfig, rows: int, row_tokens: int) -> float:
     return 3.0 * rows * (2 * model.matmul_params * row_tokens + 4 * model.attention_width * pairs)
 
 
+def _on_own_slices(plan: Plan) -> Plan:
+    """Return the plan with each mesh on a slice of its own."""
+    engines = tuple(
+        DecodeEngine(each.policy, on_own_slice(each.mesh), each.config, each.compute_dtype)
+        for each in plan.engines[:1]
+    )
+    return replace(
+        plan, train_mesh=on_own_slice(plan.train_mesh), engines=engines * len(plan.engines)
+    )
+
+
 def _trainer_jobs(plan: Plan) -> Iterator[_Job]:
     params, base = abstract_weights(plan)
     make = rl_trainer if isinstance(plan.experiment, Experiment) else example_trainer
@@ -270,10 +290,9 @@ def _trainer_jobs(plan: Plan) -> Iterator[_Job]:
         )
 
 
-def _copy_job(plan: Plan) -> _Job:
+def _copy_job(plan: Plan, *, moves: bool) -> _Job:
     params, _ = abstract_weights(plan)
     engine, mesh = plan.engine, plan.train_mesh
-    moves = set(plan.rollout_mesh.devices.flat) != set(mesh.devices.flat)
     copy = weight_copy(engine.layout, engine.param_shardings, mesh, moves=moves, on_device=True)
     return _Job(program=("weights copy", lambda: copy.lower(params).compile()), mesh=mesh)
 

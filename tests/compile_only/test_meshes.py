@@ -12,6 +12,7 @@ from jax.experimental.topologies import get_topology_desc
 
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes, make_train_mesh
+from areal_jax.parallel.topologies import on_own_slice
 from areal_jax.parallel.torus import arrange, order_devices
 
 SLICES = (
@@ -82,3 +83,23 @@ def test_axes_that_would_cross_slices_are_refused_with_the_sizes() -> None:
     placement = PlacementConfig(train_fsdp=4, train_context=4, train_tensor=8)
     with pytest.raises(ValueError, match="64, 64, 64, 64 on its slices, expected multiples of 128"):
         make_train_mesh(placement, devices_of("v5p:4x4x4", num_slices=4))
+
+
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v6e:4x4", "v6e:2x2", "v5p:2x2x2"])
+def test_parts_of_a_slice_get_slices_of_their_own(topology: str) -> None:
+    devices = devices_of(topology)
+    for mesh in make_meshes(PlacementConfig(rollout_share=0.5), devices):
+        own = on_own_slice(mesh)
+        assert own.shape == mesh.shape
+        assert sorted(device.id for device in own.devices.flat) == list(range(mesh.size))
+        # Each device has the neighbours that it had.
+        ours, theirs = (
+            np.array([device.coords for device in each.devices.flat]) for each in (own, mesh)
+        )
+        assert len(np.unique(theirs - ours, axis=0)) == 1
+
+
+def test_parts_that_are_no_cuboids_are_refused() -> None:
+    mesh = make_meshes(PlacementConfig(rollout_share=0.75), devices_of("v5e:2x2")).rollout
+    with pytest.raises(ValueError, match="3 devices in 2x2x1; change"):
+        on_own_slice(mesh)
