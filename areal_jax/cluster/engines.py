@@ -1,7 +1,6 @@
-"""Pool of rollout engines in separate processes; a request survives the death of its engine.
+"""Pool of rollout engines in separate processes; a request is continued when its engine dies.
 
-The class is long because a report of an engine changes its weights, its requests and their engines
-in one step of the event loop, on shared state.
+The file has more than 400 lines because of its one class.
 """
 
 from __future__ import annotations
@@ -117,6 +116,9 @@ class Engines:
     No progress depends on a single message: the newest weights are announced to an engine until it
     has them, a request that its engine lacks is submitted again, and a request without progress
     moves to an engine that can run it.
+
+    The class is long because a report of an engine changes its weights, its requests and their
+    engines in one step of the event loop, on shared state.
     """
 
     def __init__(self, *, wait_s: float) -> None:

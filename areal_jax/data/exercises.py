@@ -2,7 +2,8 @@
 
 Each exercise has correct and incorrect demonstrations. Supervised fine-tuning on a mixture of both
 gives a policy that is capable but undecided; reinforcement learning then increases the share of
-correct ones. `problems` does the same for workflows with a single answer.
+correct ones. `problems` does the same for workflows with a single answer. The
+file has more than 400 lines because it lists all families of exercises.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ class DecodeEngine:
 
     def list_programs(self, most: SamplingMode = SamplingMode.PLAIN) -> list[Program]:
         """Return all programs of `warm_up`, named by verb and shape; of each verb the largest is
-        the last."""
+        the last.
+        """
         return [
             (" ".join(map(str, key)), partial(self.programs.get, *key))
             for key in self._keys(self._least_mode(most))

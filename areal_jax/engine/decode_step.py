@@ -74,7 +74,10 @@ class _Step(NamedTuple):
 
 
 class _Dispatch:
-    """A dispatch during tracing: the constants of its steps, and the step."""
+    """A dispatch during tracing: the constants of its steps, and the step.
+
+    The class has more than 200 lines because all parts of a step read these constants.
+    """
 
     def __init__(
         self,

@@ -30,6 +30,8 @@ class Scheduler:
     A sequence is admitted if there are pages for it. If a running sequence needs a page and none is
     free, the sequence admitted last is preempted: it waits, before all others, with the tokens that
     it has sampled, and is prefilled again later.
+
+    The class has more than 200 lines because each decision changes slots, pages and queue together.
     """
 
     def __init__(

@@ -140,6 +140,8 @@ class Policy:
     ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
         """Compute the final hidden states, after the last norm.
 
+        The function has more than 60 lines because it scans layers of each kind of cache.
+
         Args:
             params: parameters with stacked layers, or with `unroll` also as returned by `unstack`;
                 a matrix of a layer may be `Adapted`.
@@ -530,7 +532,8 @@ def _rms_norm(
     x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float, offset: float
 ) -> Float[Array, "*B D"]:
     """Compute x / sqrt(mean(x²) + eps) · (scale + offset) in float32 (RMSNorm,
-    arXiv:1910.07467)."""
+    arXiv:1910.07467).
+    """
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     scale = scale.astype(jnp.float32)

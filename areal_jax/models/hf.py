@@ -427,7 +427,8 @@ def _fusion(
     policy: Policy, path: tuple[str, ...]
 ) -> tuple[str, tuple[tuple[str, ...], ...], int] | None:
     """Name of the tensor in which a leaf is fused with others, their paths, and the number of
-    interleaved leaves (0: they follow each other); None: it has its own tensors."""
+    interleaved leaves (0: they follow each other); None: it has its own tensors.
+    """
     traits, paths = policy.config.traits, {entry.name: path for path, entry in _ENTRIES.items()}
     for fused, is_interleaved in ((traits.fused, False), (traits.interleaved, True)):
         for name, parts in fused.items():

@@ -1,7 +1,8 @@
 """Mixture of experts: each token goes to its top-k experts, and no token is dropped.
 
 Axes: B rows, T tokens, M tokens of all rows, R = M · k assignments of tokens to experts, D width,
-E experts, F width of an expert, L layers.
+E experts, F width of an expert, L layers. The file has more than 400 lines because router, products
+and their gradients share these layouts.
 """
 
 from __future__ import annotations
@@ -66,9 +67,10 @@ class Experts(Protocol):
 
 
 class MoE(nnx.Module):
-    """Sum over a token's k experts of weight · down(activation(gate(x), up(x))) (Qwen3-MoE,
-    arXiv:2505.09388), and of sigmoid(x · shared_gate) · shared(x) where there is a shared expert
-    (Qwen2-MoE, arXiv:2407.10671).
+    """Sum over a token's k experts of weight · down(activation(gate(x), up(x))).
+
+    As in Qwen3-MoE (arXiv:2505.09388); where there is a shared expert, plus
+    sigmoid(x · shared_gate) · shared(x) (Qwen2-MoE, arXiv:2407.10671).
 
     The router's weights, product and softmax are float32 in engine and trainer, in every compute
     dtype, and of equal probabilities the expert with the lower number wins. So both choose the same

@@ -3,6 +3,7 @@
 XLA's own `cost_analysis` counts the body of a loop once, and a collective that overlaps with
 compute once for each of its parts. Here a loop counts as often as it runs, and a collective once.
 What runs on a device is read from the text, so that it needs neither jax nor the device.
+The file has more than 400 lines because counting follows the grammar of the text.
 """
 
 from __future__ import annotations
@@ -343,7 +344,8 @@ class Program:
 
     def _fusion_bytes(self, computation: Computation, fusion: Instruction, called: str) -> int:
         """Return the bytes that a fusion reads and writes: of an array of which it only reads or
-        replaces a slice, those of the slice."""
+        replaces a slice, those of the slice.
+        """
         inner = self.computations[called]
         total = 0
         root = inner.root
@@ -456,7 +458,8 @@ def _gemm_flops(computation: Computation, call: Instruction) -> float:
 
 def _convolution_flops(computation: Computation, convolution: Instruction) -> float:
     """2 · batch · features of input and output · pairs of a position of the result and one of the
-    window that is not padding, as in XLA's HandleConvolution. XLA:TPU has products in this form."""
+    window that is not padding, as in XLA's HandleConvolution. XLA:TPU has products in this form.
+    """
     left, right = (computation.instructions[each].arrays[0].sizes for each in convolution.operands)
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     if labels is None:
@@ -494,7 +497,8 @@ def _convolution_flops(computation: Computation, convolution: Instruction) -> fl
 
 def _collective(computation: Computation, instruction: Instruction) -> Collective | None:
     """Return the collective of an instruction; None where it is a part of one that is counted
-    elsewhere."""
+    elsewhere.
+    """
     attributes = instruction.attributes
     is_asynchronous = instruction.opcode.endswith("-start") or "async" in computation.name
     if "chain_id=" in attributes:

@@ -1,5 +1,6 @@
 """Compile-only devices: XLA's own compilers for TPUs and their networks, on a machine without
-them."""
+them.
+"""
 
 from __future__ import annotations
 

@@ -515,9 +515,10 @@ def end_late(*_: object) -> None:
 
 
 def is_tests_fault(error: BaseException, job: dict) -> bool:
-    """Whether tests failed of their own: they do not compile, import what is not there, or use a
-    name that nothing in them defines. A name that is defined somewhere and has no value is missing
-    because of what the program returned.
+    """Whether tests failed of their own.
+
+    They do not compile, import what is not there, or use a name that nothing in them defines. A
+    name that is defined and has no value is missing because of what the program returned.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

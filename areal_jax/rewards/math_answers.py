@@ -591,9 +591,10 @@ def _differ_at_a_point(ours: Any, theirs: Any) -> bool:
 
 
 def is_bounded(answer: str, reference: str) -> bool:
-    """Return whether computer algebra may process an answer: it is short, not deeply nested,
-    without numbers of too many digits, and with sums, products, integrals and limits only if the
-    reference has them.
+    """Return whether computer algebra may process an answer.
+
+    It is short, not deeply nested, without numbers of too many digits, and with sums, products,
+    integrals and limits only if the reference has them.
     """
     if len(answer) > MAX_ANSWER_CHARS or _nesting(answer) > MAX_NESTING:
         return False

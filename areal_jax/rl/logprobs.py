@@ -219,7 +219,8 @@ def _predict_sharded(
     shards: FullySharded,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """`_predict` of all chunks: the head is gathered once in each direction, and its gradient is
-    reduced once, after the last chunk."""
+    reduced once, after the last chunk.
+    """
     return _predict_sharded_forward(
         hidden, head, targets, temperature, learns_entropy, num_chunks, shards
     )[0]

@@ -239,7 +239,8 @@ def describe_traffic(work: hlo.Work, mesh: Mesh, device: Device) -> tuple[Traffi
 
 def training_flops(model: ModelConfig, rows: int, row_tokens: int) -> float:
     """Operations of a forward and a backward pass over full rows of one sequence each, without
-    recomputation: 3 (2 P T + 4 A T² / 2) for each row."""
+    recomputation: 3 (2 P T + 4 A T² / 2) for each row.
+    """
     pairs = row_tokens**2 / 2
     return 3.0 * rows * (2 * model.matmul_params * row_tokens + 4 * model.attention_width * pairs)
 

@@ -82,7 +82,8 @@ class UpdatePrograms:
     """The programs that initialize, accumulate, apply and measure.
 
     Each is a pure function of its arguments, compiled once, ahead of time, for the micro-batch
-    shape and the shardings of one learner.
+    shape and the shardings of one learner. The class has more than 200 lines because they share
+    these.
     """
 
     def __init__(
