@@ -201,8 +201,10 @@ class Policy:
         if unroll:
             outputs = []
             for i, layer in enumerate(self.unstack(params)["layers"]):
-                state = (None if each is None else each[i] for each in (cache, by_layer))
-                x, output = run_layer(x, (layer, *state), windows[i])
+                layer_cache, experts_of_layer = (
+                    None if each is None else each[i] for each in (cache, by_layer)
+                )
+                x, output = run_layer(x, (layer, layer_cache, experts_of_layer), windows[i])
                 outputs.append(output)
             cache, routings = zip(*outputs, strict=True)
             routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nbformat
+import nbformat  # pyright: ignore[reportMissingImports] # of the extra `docs`
 import pytest
-from nbclient import NotebookClient
+from nbclient import NotebookClient  # pyright: ignore[reportMissingImports]
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "first_run.ipynb"
 

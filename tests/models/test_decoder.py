@@ -45,9 +45,9 @@ def forward(
 def held_to(rows: Sharding, inner: Attend) -> Attend:
     """Attend with activations constrained to the sharding of their rows."""
 
-    def attend(q, k, v, cache, window=None):
+    def attend(q, k, v, cache, window=None, sinks=None):
         q, k, v = jax.lax.with_sharding_constraint((q, k, v), rows)
-        out, cache = inner(q, k, v, cache, window)
+        out, cache = inner(q, k, v, cache, window, sinks)
         return jax.lax.with_sharding_constraint(out, rows), cache
 
     return attend
