@@ -27,8 +27,9 @@ def test_errors_are_relative_to_the_largest_number() -> None:
     assert kernel_parity.compare("", "", found, expected).error == pytest.approx(0.04)
 
 
+@pytest.mark.slow
 def test_stages_that_fail_or_hang_are_reported() -> None:
     failed = on_hardware.run(["-c", "print('reason'); raise SystemExit(3)"], 60)
     assert (failed["status"], failed["output"]) == (3, "reason\n")
-    hung = on_hardware.run(["-uc", "print('begun'); import time; time.sleep(60)"], 3)
-    assert (hung["status"], hung["output"]) == (None, "begun\n") and hung["seconds"] < 30
+    hung = on_hardware.run(["-uc", "print('begun'); import time; time.sleep(60)"], 15)
+    assert (hung["status"], hung["output"]) == (None, "begun\n") and hung["seconds"] < 50
