@@ -44,45 +44,73 @@ class FullySharded:
 
     def gather(self, w: Float[Array, "I O"]) -> Float[Array, "I O"]:
         """Gather the width of a matrix."""
-        return self._on_devices(self._gather, (self._of_matrix(),), self._of_matrix(()))(w)
+        return self._on_devices(self.gather_part, (self._of_matrix(),), self._of_matrix(()))(w)
 
     def gradients(
+        self, function: Callable[..., Array], w: Float[Array, "I O"], *arguments: Any, wide: int
+    ) -> Array:
+        """Compute a gradient on each device for its tokens, and sum it over all of them.
+
+        Args:
+            function: From the arguments of a device to its part of the gradient of the gathered
+                matrix.
+            w: The matrix.
+            arguments: Arrays by rows and tokens.
+            wide: Number of the argument whose last dimension is the matrix's other one.
+
+        Returns:
+            The gradient, sharded as the matrix.
+        """
+
+        def run(_: Array, *local: Any) -> tuple[Array]:
+            return (self.sum_over_rest(self.scatter_part(function(*local))),)
+
+        (dw,) = self.run_on_parts(run, w, *arguments, wide=wide, num_arrays=0)
+        return dw
+
+    def run_on_parts(
         self,
         function: Callable[..., tuple[Array, ...]],
         w: Float[Array, "I O"],
         *arguments: Any,
+        num_arrays: int,
         wide: int | None = None,
-        num_others: int = 0,
+        returns_part: bool = True,
     ) -> tuple[Array, ...]:
-        """Compute a gradient on each device for its tokens, and sum it over all of them.
+        """Run a function on each device with its part of a matrix.
 
         Args:
-            function: From the matrix, gathered along its width, and the arguments of a device to
-                its part of the matrix's gradient, and others by rows and tokens.
+            function: From a part of the matrix and the arguments of a device to arrays by rows and
+                tokens, after a part of a matrix if `returns_part`. Calls the methods below.
             w: The matrix.
             arguments: Arrays by rows and tokens.
+            num_arrays: Number of arrays by rows and tokens that it returns.
             wide: Number of the argument whose last dimension is the matrix's other one.
-            num_others: Number of the other results, which the function sums by `sum_across`.
-
-        Returns:
-            The gradient, sharded as the matrix, and the others.
+            returns_part: Whether its first result is a part of a matrix.
         """
-        others = tuple(axis for axis in chain(*self.tokens) if axis not in self.width)
-
-        def run(w: Array, *local: Any) -> tuple[Array, ...]:
-            whole, *rest = function(self._gather(w), *local)
-            mine = jax.lax.psum_scatter(whole, self.width, scatter_dimension=self.dim, tiled=True)
-            return (jax.lax.psum(mine, others) if others else mine), *rest
-
         by_tokens = PartitionSpec(*self.tokens)
         ins = [by_tokens] * len(arguments)
         if wide is not None:
             ins[wide] = PartitionSpec(*self.tokens, self.across)
-        out = (self._of_matrix(), *(by_tokens,) * num_others)
-        return self._on_devices(run, (self._of_matrix(), *ins), out)(w, *arguments)
+        parts = (self._of_matrix(),) if returns_part else ()
+        out = (*parts, *(by_tokens,) * num_arrays)
+        return self._on_devices(function, (self._of_matrix(), *ins), out)(w, *arguments)
+
+    def gather_part(self, part: Array) -> Array:
+        """Gather the width of a part, on each device."""
+        return jax.lax.all_gather(part, self.width, axis=self.dim, tiled=True)
+
+    def scatter_part(self, whole: Array) -> Array:
+        """Sum over the devices of the width, of which each gets its part."""
+        return jax.lax.psum_scatter(whole, self.width, scatter_dimension=self.dim, tiled=True)
+
+    def sum_over_rest(self, part: Array) -> Array:
+        """Sum a part over the devices of other tokens that have the same part of the width."""
+        rest = tuple(axis for axis in chain(*self.tokens) if axis not in self.width)
+        return jax.lax.psum(part, rest) if rest else part
 
     def first(self, size: int) -> Int[Array, ""] | int:
-        """Return the place of a device's part of the other dimension, inside of `gradients`.
+        """Return the place of a device's part of the other dimension.
 
         Args:
             size: Size of the part.
@@ -90,11 +118,12 @@ class FullySharded:
         return jax.lax.axis_index(self.across) * size if self.across else 0
 
     def sum_across(self, x: Array) -> Array:
-        """Sum over the parts of the other dimension, inside of `gradients`."""
+        """Sum over the parts of the other dimension, on each device."""
         return jax.lax.psum(x, self.across) if self.across else x
 
-    def _gather(self, w: Array) -> Array:
-        return jax.lax.all_gather(w, self.width, axis=self.dim, tiled=True)
+    def max_across(self, x: Array) -> Array:
+        """Return the maximum over the parts of the other dimension, on each device."""
+        return jax.lax.pmax(x, self.across) if self.across else x
 
     def _of_matrix(self, width: tuple[str, ...] | None = None) -> PartitionSpec:
         width = self.width if width is None else width
@@ -170,13 +199,13 @@ def _forward(x: Array, w: Array, shards: FullySharded) -> tuple[Array, tuple[Arr
 
 
 def _backward(shards: FullySharded, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    def gradient(_: Array, x: Array, dy: Array) -> tuple[Array]:
-        return (jnp.einsum("bti,bto->io", x, dy, preferred_element_type=jnp.float32),)
+    def gradient(x: Array, dy: Array) -> Array:
+        return jnp.einsum("bti,bto->io", x, dy, preferred_element_type=jnp.float32)
 
     x, w = saved
     dx = jnp.einsum("bto,io->bti", dy, shards.gather(w.astype(dy.dtype)))
     # The input or the output has the dimension that is not the width.
-    (dw,) = shards.gradients(gradient, w, x, dy, wide=1 - shards.dim)
+    dw = shards.gradients(gradient, w, x, dy, wide=1 - shards.dim)
     return dx, dw.astype(w.dtype)
 
 

@@ -1,14 +1,13 @@
 """Log-probs of tokens from hidden states, and values before tokens: the one file that shifts by
 one.
 
-Axes: B rows, T tokens, C tokens of a chunk, D width, V vocabulary.
+Axes: B rows, T tokens, C tokens of a chunk or columns of a block, D width, V vocabulary,
+P vocabulary padded to blocks, N blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,45 +65,33 @@ def token_logprobs(
         return _predict(hidden_chunk, head, targets_chunk, temperature, learns_entropy)
 
     if shards is not None:
-        outs: tuple[Array, Array] = _predict_sharded(
+        # As many blocks of the vocabulary, so that as many logits exist at the same time.
+        of_all: tuple[Array, Array] = _predict_sharded(
             hidden, head, targets, temperature, learns_entropy, num_chunks, shards
         )
-        logp, entropy = outs
+        logp, entropy = of_all
+    elif num_chunks == 1:
+        logp, entropy = predict(hidden, targets)
     else:
-        _, (logp, entropy) = _in_chunks(
-            num_chunks, lambda _, chunk: (None, predict(*chunk)), None, (hidden, targets)
+        # Even chunks: 100 columns at 80 a chunk become twice 50, not 80 and 20 with 60 of padding.
+        columns_per_chunk = -(-num_columns // num_chunks)
+        padding = num_chunks * columns_per_chunk - num_columns
+
+        # Cut along columns, never along rows, which the train mesh shards. A chunk takes every
+        # num_chunks-th column, so that shards of columns have equal shares of each chunk.
+        def cut(x: Array) -> Array:
+            x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
+            return jnp.moveaxis(
+                x.reshape(num_rows, columns_per_chunk, num_chunks, *x.shape[2:]), 2, 0
+            )
+
+        _, outs = jax.lax.scan(
+            lambda _, chunk: (None, predict(*chunk)), None, (cut(hidden), cut(targets))
         )
+        logp, entropy = (jnp.moveaxis(x, 0, 2).reshape(num_rows, -1)[:, :num_columns] for x in outs)
     predicted = _is_predicted(segment_ids)
     logp, entropy = (jnp.where(predicted, jnp.roll(x, 1, axis=1), 0.0) for x in (logp, entropy))
     return logp, entropy if learns_entropy else jax.lax.stop_gradient(entropy)
-
-
-def _in_chunks(
-    num_chunks: int,
-    function: Callable[[Any, tuple[Array, ...]], tuple[Any, tuple[Array, ...]]],
-    carry: Any,
-    arrays: tuple[Array, ...],
-) -> tuple[Any, tuple[Array, ...]]:
-    """Scan over chunks of rows and tokens: `function` of what it carries and a chunk of each array.
-
-    Chunks are cut along columns, never along rows, which the train mesh shards. A chunk takes every
-    num_chunks-th column, so that shards of columns have equal shares of each chunk; and chunks are
-    even: 100 columns at 80 a chunk become twice 50, not 80 and 20 with 60 of padding.
-    """
-    if num_chunks == 1:
-        return function(carry, arrays)
-    num_rows, num_columns = arrays[0].shape[:2]
-    columns = -(-num_columns // num_chunks)
-
-    def cut(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, num_chunks * columns - num_columns), *((0, 0),) * (x.ndim - 2)))
-        return jnp.moveaxis(x.reshape(num_rows, columns, num_chunks, *x.shape[2:]), 2, 0)
-
-    def join(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 2).reshape(num_rows, -1, *x.shape[3:])[:, :num_columns]
-
-    carry, outs = jax.lax.scan(function, carry, tuple(map(cut, arrays)))
-    return carry, tuple(map(join, outs))
 
 
 def values_before(
@@ -168,13 +155,15 @@ def _predict_backward(
     entropy), from recomputed logits: the residuals are [tokens], not [tokens, V].
     """
     hidden, head, targets, log_norm, entropy = saved
+    logits = _logits(hidden, head, temperature)
     d_hidden, d_head = _gradients(
-        hidden, head, targets, log_norm, entropy, *cotangents, temperature=temperature
+        logits, hidden, head, targets, log_norm, entropy, *cotangents, temperature=temperature
     )
-    return d_hidden, d_head.astype(head.dtype), None
+    return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype), None
 
 
 def _gradients(
+    logits: Float[Array, "B C V"],
     hidden: Float[Array, "B C D"],
     head: Float[Array, "D V"],
     targets: Int[Array, "B C"],
@@ -185,8 +174,7 @@ def _gradients(
     *,
     temperature: float,
 ) -> tuple[Float[Array, "B C D"], Float[Array, "D V"]]:
-    """Gradients of hidden states and head; `entropy` is None if it carries none."""
-    logits = _logits(hidden, head, temperature)
+    """Gradients of hidden states and head, in float32; `entropy` is None if it carries none."""
     log_softmax = logits - log_norm[..., None]
     softmax = jnp.exp(log_softmax)
     d_logits = (jnp.where(_is_target(targets, logits), 1.0, 0.0) - softmax) * (
@@ -196,7 +184,12 @@ def _gradients(
         d_logits -= (
             softmax * (log_softmax + entropy[..., None]) * (d_entropy / temperature)[..., None]
         )
-    d_hidden = jnp.einsum("bcv,dv->bcd", d_logits.astype(hidden.dtype), head.astype(hidden.dtype))
+    d_hidden = jnp.einsum(
+        "bcv,dv->bcd",
+        d_logits.astype(hidden.dtype),
+        head.astype(hidden.dtype),
+        preferred_element_type=logits.dtype,
+    )
     # The narrower factor first: XLA on CPU transposes the first one, with its producers, in a slow
     # strided loop. In float32, so that chunks accumulate in float32.
     d_head = jnp.einsum(
@@ -215,14 +208,16 @@ def _predict_sharded(
     targets: Int[Array, "B T"],
     temperature: float,
     learns_entropy: bool,
-    num_chunks: int,
+    num_blocks: int,
     shards: FullySharded,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """`_predict` of all chunks: the head is gathered once in each direction, and its gradient is
-    reduced once, after the last chunk.
+    """`_predict` of all tokens, by blocks of the vocabulary.
+
+    In each direction a block of the head is gathered once, and its gradient is complete, and can be
+    scattered, after that block: neither the head nor its gradient is ever whole on a device.
     """
     return _predict_sharded_forward(
-        hidden, head, targets, temperature, learns_entropy, num_chunks, shards
+        hidden, head, targets, temperature, learns_entropy, num_blocks, shards
     )[0]
 
 
@@ -232,16 +227,43 @@ def _predict_sharded_forward(
     targets: Array,
     temperature: float,
     learns_entropy: bool,
-    num_chunks: int,
+    num_blocks: int,
     shards: FullySharded,
 ) -> tuple[tuple[Array, Array], tuple]:
+    """With m the largest logit so far: Σ exp(l - m), Σ exp(l - m) (l - m) and the target's logit
+    are added up over blocks (arXiv:1805.02867).
+    """
     del learns_entropy
-    whole = shards.gather(head.astype(hidden.dtype))
-    _, (logp, entropy, log_norm) = _in_chunks(
-        num_chunks,
-        lambda _, chunk: (None, _predict_with_norm(chunk[0], whole, chunk[1], temperature)),
-        None,
-        (hidden, targets),
+
+    def predict(part: Array, hidden: Array, targets: Array) -> tuple[Array, Array, Array]:
+        part, size, starts = _cut_vocabulary(part, num_blocks)
+        targets -= shards.first(size)
+
+        def shift(sums: Array, by: Array) -> Array:
+            """Sums with a maximum that is higher by so much."""
+            total, weighted, target = sums
+            return jnp.stack([jnp.exp(-by) * total, jnp.exp(-by) * (weighted - by * total), target])
+
+        def add(carry: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
+            top, sums = carry
+            block = shards.gather_part(_block(part, start, len(starts)))
+            logits = _block_logits(hidden, block, temperature, size - start)
+            new_top = jnp.maximum(top, logits.max(axis=-1))
+            shifted = logits - new_top[..., None]
+            is_target = _is_target(targets - start, logits)
+            its = jnp.exp(shifted), jnp.exp(shifted) * shifted, is_target * logits
+            sums = shift(sums, new_top - top) + jnp.stack([each.sum(axis=-1) for each in its])
+            return (new_top, sums), None
+
+        none = jnp.full(targets.shape, _NO_LOGIT), jnp.zeros((3, *targets.shape))
+        (top, sums), _ = jax.lax.scan(add, none, starts)
+        of_all = shards.max_across(top)
+        total, weighted, target = shards.sum_across(shift(sums, of_all - top))
+        log_norm = of_all + jnp.log(total)
+        return target - log_norm, jnp.log(total) - weighted / total, log_norm
+
+    logp, entropy, log_norm = shards.run_on_parts(
+        predict, head.astype(hidden.dtype), hidden, targets, num_arrays=3, returns_part=False
     )
     return (logp, entropy), (hidden, head, targets, log_norm, entropy)
 
@@ -249,37 +271,85 @@ def _predict_sharded_forward(
 def _predict_sharded_backward(
     temperature: float,
     learns_entropy: bool,
-    num_chunks: int,
+    num_blocks: int,
     shards: FullySharded,
     saved: tuple,
     cotangents: tuple[Array, Array],
 ) -> tuple[Array, Array, None]:
     hidden, head, targets, log_norm, entropy = saved
 
-    def gradients(head: Array, *local: Array) -> tuple[Array, Array]:
-        def add(d_head: Array, chunk: tuple[Array, ...]) -> tuple[Array, tuple[Array]]:
-            hidden, targets, log_norm, entropy, *cotangents = chunk
-            d_hidden, its = _gradients(
-                *(hidden, head, targets - shards.first(head.shape[1]), log_norm),
+    def gradients(part: Array, hidden: Array, targets: Array, *local: Array) -> tuple[Array, Array]:
+        part, size, starts = _cut_vocabulary(part, num_blocks)
+        targets -= shards.first(size)
+        log_norm, entropy, *cotangents = local
+
+        def add(carry: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
+            d_part, d_hidden = carry
+            block = shards.gather_part(_block(part, start, len(starts)))
+            logits = _block_logits(hidden, block, temperature, size - start)
+            of_hidden, of_block = _gradients(
+                *(logits, hidden, block, targets - start, log_norm),
                 *(entropy if learns_entropy else None, *cotangents),
                 temperature=temperature,
             )
-            return d_head + its, (shards.sum_across(d_hidden),)
+            mine = shards.scatter_part(of_block)
+            d_part = jax.lax.dynamic_update_slice_in_dim(d_part, mine, start, axis=1)
+            return (d_part, d_hidden + of_hidden), None
 
-        zeros = jnp.zeros(head.shape, log_norm.dtype)
-        d_head, (d_hidden,) = _in_chunks(num_chunks, add, zeros, local)
-        return d_head, d_hidden
+        zeros = jnp.zeros(part.shape), jnp.zeros(hidden.shape)
+        (d_part, d_hidden), _ = jax.lax.scan(add, zeros, starts)
+        return (
+            shards.sum_over_rest(d_part[:, :size]),
+            shards.sum_across(d_hidden).astype(hidden.dtype),
+        )
 
-    d_head, d_hidden = shards.gradients(
+    d_head, d_hidden = shards.run_on_parts(
         gradients,
         head.astype(hidden.dtype),
         *(hidden, targets, log_norm, entropy, *cotangents),
-        num_others=1,
+        num_arrays=1,
     )
     return d_hidden, d_head.astype(head.dtype), None
 
 
 _predict_sharded.defvjp(_predict_sharded_forward, _predict_sharded_backward)
+
+
+def _cut_vocabulary(
+    part: Float[Array, "D V"], num_blocks: int
+) -> tuple[Float[Array, "D P"], int, Int[Array, " N"]]:
+    """Return the part of a head with as many columns as blocks of equal size have, its number of
+    columns before, and where each block starts.
+    """
+    size = part.shape[1]
+    columns = -(-size // num_blocks)
+    if columns > _LANES:
+        columns = -(-columns // _LANES) * _LANES
+    num_blocks = -(-size // columns)
+    padded = jnp.pad(part, ((0, 0), (0, num_blocks * columns - size)))
+    return padded, size, columns * jnp.arange(num_blocks)
+
+
+def _block(part: Float[Array, "D P"], start: Array, num_blocks: int) -> Float[Array, "D C"]:
+    return jax.lax.dynamic_slice_in_dim(part, start, part.shape[1] // num_blocks, axis=1)
+
+
+def _block_logits(
+    hidden: Float[Array, "B T D"],
+    block: Float[Array, "D C"],
+    temperature: float,
+    size: Int[Array, ""],
+) -> Float[Array, "B T C"]:
+    """Logits of a block, of which the first `size` columns belong to the vocabulary."""
+    logits = _logits(hidden, block, temperature)
+    columns = jax.lax.broadcasted_iota(size.dtype, (1, 1, logits.shape[-1]), 2)
+    return jnp.where(columns < size, logits, _NO_LOGIT)
+
+
+_LANES = 128
+"""Columns that a TPU reads together."""
+_NO_LOGIT = -1e30
+"""Logit of a column that is not in the vocabulary: finite, so that its products with zero are 0."""
 
 
 def _logits(

@@ -124,10 +124,15 @@ def collectives_of_accumulate(placement: PlacementConfig, policy: Policy) -> tup
 def test_training_scatters_gradients_and_gathers_weights(placement: PlacementConfig) -> None:
     mesh, found = collectives_of_accumulate(placement, POLICY)
     layers, axes = POLICY.config.num_hidden_layers, {"fsdp", "context"}
-    # q, k, v, o, gate, up and down of each layer, and the head: once, however many chunks of logits
-    # there are.
-    scattered = sum(count for each, count in found.items() if each.kind == "reduce-scatter")
-    assert scattered == 7 * layers + 1
+    # q, k, v, o, gate, up and down of each layer, and each block of the head: a device has 64 tokens,
+    # or half of them, and as many blocks as 16 of them have chunks.
+    num_blocks = 64 // 16 // mesh.shape["context"]
+    scattered = {each: count for each, count in found.items() if each.kind == "reduce-scatter"}
+    assert sum(scattered.values()) == 7 * layers + num_blocks
+    # Whole float32 gradients of q and o, k and v, gate, up and down, and the head: each once.
+    sizes = layers * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 256) + 64 * 512
+    sent = sum(count * each.num_bytes for each, count in scattered.items())
+    assert sent == 4 * sizes // mesh.shape["tensor"]
     # What all-reduces over these axes have left is the embedding, norms, biases and sums.
     reduced = sum(
         count * each.num_bytes
