@@ -29,7 +29,7 @@ from areal_jax.models.blocked_attention import ATTENDED
 from areal_jax.models.config import LoRA, Remat
 from areal_jax.models.moe import ROUTER, Experts, MoE, Routing, local_experts
 from areal_jax.models.traits import Activation, Traits
-from areal_jax.parallel.fsdp import ShardedMatrix, sharded_product
+from areal_jax.parallel.fsdp import ShardedMatrix, sharded_lookup, sharded_product
 
 Params: TypeAlias = dict[str, Any]
 """Nested dict of arrays: embed, layers.attn.q, ..., norm, head (or value). Leaves of `layers` are
@@ -193,7 +193,7 @@ class Policy:
                 run_layer, prevent_cse=unroll, policy=_SAVED[remat], static_argnums=2
             )
         windows = config.sliding_windows or (None,) * config.num_hidden_layers
-        x = params["embed"][tokens].astype(compute_dtype)
+        x = _embed(params["embed"], tokens, compute_dtype)
         if config.traits.scales_embedding:
             # Rounded to the compute dtype, as transformers does.
             x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
@@ -483,6 +483,15 @@ def _normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float) -> Float[Arra
 
 def _norm(size: int, axis: str, traits: Traits) -> nnx.Param[Array]:
     return nnx.Param(jnp.full(size, 1 - traits.norm_offset, jnp.float32), axes=(axis,))
+
+
+def _embed(
+    w: Array | ShardedMatrix, tokens: Int[Array, "B T"], dtype: DTypeLike
+) -> Float[Array, "B T D"]:
+    if isinstance(w, ShardedMatrix):
+        looked_up: Array = sharded_lookup(w.w, tokens, jnp.dtype(dtype), w.shards)
+        return looked_up
+    return w[tokens].astype(dtype)
 
 
 def _product(

@@ -5,7 +5,7 @@ Left to itself, the compiler reduces a gradient on every device and then takes e
 it, which is twice the traffic and a whole float32 gradient in memory, unless a later pass happens
 to fuse both; and it may gather small parts of a width by an all-reduce of zeros.
 
-Axes: B rows, T tokens, I inputs, O outputs, V vocabulary, D width.
+Axes: N devices of the width, B rows, T tokens, I inputs, O outputs, V vocabulary, D width.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from areal_jax.parallel.sharding import Rules, sharding
+
+MIN_LOOKUP_WIDTH = 128
+"""Least width of a part of the embedding in which tokens of other devices are looked up: a TPU
+pads the last dimension of an array to 128."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,16 @@ class FullySharded:
     def scatter_part(self, whole: Array) -> Array:
         """Sum over the devices of the width, of which each gets its part."""
         return jax.lax.psum_scatter(whole, self.width, scatter_dimension=self.dim, tiled=True)
+
+    def gather_tokens(self, tokens: Int[Array, "B T"]) -> Int[Array, "N B T"]:
+        """Gather the tokens of the devices of the width, on each device."""
+        return jax.lax.all_gather(tokens, self.width)
+
+    def exchange(self, x: Array, split: int, concat: int) -> Array:
+        """Exchange equal parts of one dimension among the devices of the width, joined along
+        another, on each device.
+        """
+        return jax.lax.all_to_all(x, self.width, split, concat, tiled=True)
 
     def sum_over_rest(self, part: Array) -> Array:
         """Sum a part over the devices of other tokens that have the same part of the width."""
@@ -210,3 +225,76 @@ def _backward(shards: FullySharded, saved: tuple[Array, Array], dy: Array) -> tu
 
 
 sharded_product.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def sharded_lookup(
+    embed: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: DTypeLike, shards: FullySharded
+) -> Float[Array, "B T D"]:
+    """Return the rows of `tokens`; the gradient of `embed` is summed over tokens in float32.
+
+    Each device looks up its part of the width for the tokens of all, which then exchange them:
+    neither `embed` nor its gradient is ever whole on a device. Parts that are too narrow for the
+    device's memory are gathered, and their gradient is scattered.
+    """
+    return _look_up(embed, tokens, dtype, shards)[0]
+
+
+def _look_up(
+    embed: Array, tokens: Array, dtype: DTypeLike, shards: FullySharded
+) -> tuple[Array, tuple[Array, Array]]:
+    def look_up(part: Array, tokens: Array) -> tuple[Array]:
+        if _is_narrow(part):
+            part = shards.gather_part(part.astype(dtype))
+            return (shards.sum_across(_rows(part, tokens, shards)),)
+        rows = _rows(part, shards.gather_tokens(tokens), shards).astype(dtype)
+        return (shards.sum_across(shards.exchange(rows, 0, rows.ndim - 1)[0]),)
+
+    (x,) = shards.run_on_parts(look_up, embed, tokens, num_arrays=1, returns_part=False)
+    # The leaf is saved for its shape and dtype.
+    return x, (embed, tokens)
+
+
+def _lookup_backward(
+    dtype: DTypeLike, shards: FullySharded, saved: tuple[Array, Array], dx: Array
+) -> tuple[Array, None]:
+    del dtype
+
+    def gradient(part: Array, tokens: Array, dx: Array) -> tuple[Array]:
+        if _is_narrow(part):
+            whole = jnp.zeros((part.shape[0], dx.shape[-1]))
+            summed = shards.scatter_part(_add_rows(whole, tokens, dx, shards))
+        else:
+            of_all = shards.exchange(dx[None], dx.ndim, 0)
+            summed = _add_rows(jnp.zeros(part.shape), shards.gather_tokens(tokens), of_all, shards)
+        return (shards.sum_over_rest(summed),)
+
+    embed, tokens = saved
+    (d_embed,) = shards.run_on_parts(gradient, embed, tokens, dx, num_arrays=0)
+    return d_embed.astype(embed.dtype), None
+
+
+sharded_lookup.defvjp(_look_up, _lookup_backward)
+
+
+def _is_narrow(part: Float[Array, "V D"]) -> bool:
+    return part.shape[1] < MIN_LOOKUP_WIDTH
+
+
+def _rows(part: Float[Array, "V D"], tokens: Int[Array, "*N"], shards: FullySharded) -> Array:
+    """Rows of tokens; zeros for those in the vocabulary of other devices."""
+    ids = tokens - shards.first(part.shape[0])
+    rows = part.at[ids].get(mode="clip")
+    if not shards.across:
+        return rows
+    is_mine = (ids >= 0) & (ids < part.shape[0])
+    return jnp.where(is_mine[..., None], rows, 0)
+
+
+def _add_rows(
+    part: Float[Array, "V D"], tokens: Int[Array, "*N"], rows: Array, shards: FullySharded
+) -> Float[Array, "V D"]:
+    ids = tokens - shards.first(part.shape[0])
+    # Negative ids would count from the end.
+    ids = jnp.where(ids < 0, part.shape[0], ids)
+    return part.at[ids].add(rows.astype(part.dtype), mode="drop")

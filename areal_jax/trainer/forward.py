@@ -229,9 +229,13 @@ class Forward:
             whole: Result of `whole`.
             inputs: Tokens, segment ids and positions.
         """
-        # Gathered along the width before tokens are looked up: otherwise the looked-up vectors
-        # would be gathered over all rows.
-        whole = whole | {"embed": self._constrain(whole["embed"], ("vocab",))}
+        embed = whole["embed"]
+        shards = self._shards(("vocab", "embed"), embed.shape)
+        whole = whole | {
+            "embed": self._constrain(embed, ("vocab",))
+            if shards is None
+            else ShardedMatrix(embed, shards)
+        }
         if not self.policy.lora:
             whole = whole | {"layers": self._sharded_layers(whole["layers"])}
         hidden, _, routing = self.policy.hidden(
