@@ -47,6 +47,7 @@ ORDERS = {
             "run.claim",
             "run.models",
             "run.stopping",
+            "run.teacher_input",
             "run.generation",
             "run.prompt_limits",
             "run.scripted_policy",

@@ -15,7 +15,16 @@ from areal_jax.errors import ConfigError
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.python_objects import PREFIX, is_missing
 from areal_jax.rewards.tools import TOOLS
-from areal_jax.rl.config import DPPO, GAE, GroupNormalized, LeaveOneOut, MaxRL, Reference, Shaping
+from areal_jax.rl.config import (
+    DPPO,
+    GAE,
+    CrossTokenizer,
+    GroupNormalized,
+    LeaveOneOut,
+    MaxRL,
+    Reference,
+    Shaping,
+)
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.trainer.config import Critic, TrainerConfig
 from areal_jax.workflows.config import Agent, CustomWorkflow, MultiTurn, SingleTurn, ToolUse
@@ -36,6 +45,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
         yield from _row_length(experiment)
         yield from _mini_batches(experiment)
         yield from _signal(experiment)
+        yield from _teacher(experiment)
         yield from _used_critic(experiment)
         yield from _success_rates(experiment)
         yield from _weighted_penalty(experiment)
@@ -156,6 +166,34 @@ def _signal(experiment: Experiment) -> Iterator[str]:
         yield (
             f"rewards.correct={experiment.rewards.correct} is not above "
             f"rewards.wrong={experiment.rewards.wrong}; raise the first or lower the second"
+        )
+
+
+def _teacher(experiment: Experiment) -> Iterator[str]:
+    """A teacher predicts something else than the policy, of text that it can read."""
+    teacher = experiment.trainer.teacher
+    if teacher is None:
+        return
+    is_policy = teacher.path in ("initial", "current")
+    if teacher.path == "current" and teacher.hint is None:
+        yield (
+            "trainer.teacher.path=current without a hint predicts what the policy predicts; set "
+            "trainer.teacher.hint, such as 'The answer is {answer}.'"
+        )
+    if teacher.path == "current" and teacher.offload:
+        yield "trainer.teacher.offload=true has no effect with path=current; leave it out"
+    if not isinstance(teacher.distillation, CrossTokenizer):
+        return
+    if is_policy:
+        yield (
+            f"trainer.teacher.path={teacher.path} has the policy's own tokenizer; use "
+            "trainer.teacher.distillation=JensenShannon"
+        )
+    if not isinstance(experiment.workflow, SingleTurn):
+        yield (
+            "trainer.teacher.distillation=CrossTokenizer reads samples of one turn, not of "
+            f"workflow={type(experiment.workflow).__name__}; use workflow=SingleTurn or a teacher "
+            "with the policy's tokenizer"
         )
 
 

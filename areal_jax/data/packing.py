@@ -92,34 +92,30 @@ class Layout:
         return num_tokens / max(1.0, num_positions)
 
     def scatter(
-        self, values: Iterable[Shaped[np.ndarray, "_"] | float], dtype: DTypeLike
-    ) -> Shaped[np.ndarray, "M B T"]:
-        """Place per-token values into the micro-batches; padding is 0.
+        self,
+        values: Iterable[Shaped[np.ndarray, "_ ..."] | float],
+        dtype: DTypeLike,
+        *,
+        shape: tuple[int, ...] = (),
+        padding: int = 0,
+    ) -> Shaped[np.ndarray, "M B T ..."]:
+        """Place per-token values into the micro-batches.
 
         Args:
             values: one array, or one number for all tokens, per sequence.
             dtype: type of the result.
+            shape: shape of one token's value.
+            padding: value of places without a token.
         """
-        packed = np.zeros(self.shape, dtype)
-        flat = packed.reshape(-1)
+        packed = np.full((*self.shape, *shape), padding, dtype)
+        flat = packed.reshape(math.prod(self.shape), *shape)
         for start, length, value in zip(self.starts, self.lengths, values, strict=True):
             flat[start : start + length] = value
         return packed
 
-    def scatter_experts(
-        self, values: Sequence[Shaped[np.ndarray, "_ L k"]]
-    ) -> Shaped[np.ndarray, "M B T L k"]:
-        """Place the experts of all tokens; padding is `native_expert`."""
-        dtype, each = values[0].dtype, values[0].shape[1:]
-        packed = np.full((*self.shape, *each), native_expert(dtype), dtype)
-        flat = packed.reshape(-1, *each)
-        for start, length, value in zip(self.starts, self.lengths, values, strict=True):
-            flat[start : start + length] = value
-        return packed
-
-    def gather(self, packed: Shaped[np.ndarray, "M B T"]) -> list[Shaped[np.ndarray, "_"]]:
+    def gather(self, packed: Shaped[np.ndarray, "M B T ..."]) -> list[Shaped[np.ndarray, "_ ..."]]:
         """Return the per-token values of each sequence, in order; the inverse of `scatter`."""
-        flat = packed.reshape(-1)
+        flat = packed.reshape(math.prod(self.shape), *packed.shape[3:])
         return [
             flat[start : start + length]
             for start, length in zip(self.starts, self.lengths, strict=True)
@@ -183,7 +179,10 @@ def pack(
     )
     experts = [sequence.experts for sequence in sequences if sequence.experts is not None]
     if experts:
-        columns = columns._replace(experts=layout.scatter_experts(experts))
+        dtype, shape = experts[0].dtype, experts[0].shape[1:]
+        columns = columns._replace(
+            experts=layout.scatter(experts, dtype, shape=shape, padding=native_expert(dtype))
+        )
     present = {name: column for name, column in columns._asdict().items() if column is not None}
     return [
         PackedBatch(**{name: column[i] for name, column in present.items()})

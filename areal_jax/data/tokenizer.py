@@ -352,7 +352,7 @@ class HFTokenizer:
 
     def describe_difference(self, other: HFTokenizer) -> str:
         """Describe which tokens have different ids in `other`; empty if none has."""
-        ours, theirs = (each._tokenizer.get_vocab(with_added_tokens=True) for each in (self, other))
+        ours, theirs = self.vocabulary(), other.vocabulary()
         differing = sorted(
             token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)
         )
@@ -363,6 +363,10 @@ class HFTokenizer:
             f"{len(differing)} tokens differ, such as {first!r}, which has id {ours.get(first)} "
             f"in one and {theirs.get(first)} in the other"
         )
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of every token, by its text in the vocabulary."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def find_pad_token_id(self) -> int | None:
         """Find a padding token or another special token that is not a stop token, or None."""

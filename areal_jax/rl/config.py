@@ -586,19 +586,113 @@ class Reference:
 
 
 @chz.chz
+class Distillation:
+    """How the trained policy learns from a teacher's predictions of its samples."""
+
+
+@chz.chz
+class TeacherAdvantage(Distillation):
+    """log(teacher/behave) of every sampled token is added to its advantage, so that the objective
+    with its clip minimizes the reverse KL (arXiv:2306.08543).
+    """
+
+
+@chz.chz
+class SampledTokens(Distillation):
+    """log(teacher/theta) of every sampled token times theta/behave, maximized outside of the
+    objective (SDFT, arXiv:2601.19897, as prime-rl has it).
+    """
+
+    max_probability_drop: float = chz.field(
+        validator=POSITIVE,
+        default=0.2,
+        doc="tokens that theta samples with a probability lower than behave's by more than this "
+        "are not learned from",
+    )
+    drift_coef: float = chz.field(
+        validator=NOT_NEGATIVE, default=1e-3, doc="factor of the squared log(theta/behave)"
+    )
+
+
+@chz.chz
+class JensenShannon(Distillation):
+    """Generalized Jensen-Shannon divergence of teacher and policy over the teacher's most likely
+    tokens (GKD, arXiv:2306.13649; on-policy self-distillation as TRL has it).
+    """
+
+    alpha: float = chz.field(
+        validator=FRACTION,
+        default=0.5,
+        doc="weight of the teacher in the mixture; 0: KL(teacher || policy), 1: KL(policy || "
+        "teacher)",
+    )
+    num_tokens: int = chz.field(
+        validator=POSITIVE,
+        default=100,
+        doc="number of the teacher's most likely tokens over which both are normalized",
+    )
+    max_ratio: float = chz.field(
+        validator=POSITIVE,
+        default=2.0,
+        doc="largest theta/behave, by which the divergence is multiplied",
+    )
+
+
+@chz.chz
+class CrossTokenizer(Distillation):
+    """Distillation of a teacher with another tokenizer (GOLD: universal logit distillation,
+    arXiv:2402.12030, with a Jensen-Shannon divergence over tokens that both have).
+    """
+
+    alpha: float = chz.field(
+        validator=FRACTION,
+        default=0.5,
+        doc="as in JensenShannon, over the tokens that both tokenizers have",
+    )
+    num_tokens: int = chz.field(
+        validator=POSITIVE,
+        default=100,
+        doc="number of most likely tokens that are compared",
+    )
+    shared_weight: float | None = chz.field(
+        validator=FRACTION,
+        default=None,
+        doc="weight of the divergence over shared tokens; the distance of sorted probabilities of "
+        "the others has the rest; none: the shared fraction of the teacher's vocabulary",
+    )
+
+
+@chz.chz
 class Teacher:
-    """A frozen policy whose log-probs of the sampled tokens are distilled into the trained policy
+    """A policy whose predictions of the sampled tokens are distilled into the trained policy
     (on-policy distillation).
     """
 
     path: str = chz.field(
-        doc="path of a policy with the same tokenizer, as in policy.path, such as RUN/policy of a "
-        "finished run"
+        doc="path of a policy, as in policy.path, such as RUN/policy of a finished run; 'initial' "
+        "(the weights that training starts from) or 'current' (the trained policy itself), each "
+        "with a hint. Its tokenizer must be the policy's, unless distillation=CrossTokenizer"
+    )
+    distillation: Distillation = chz.field(
+        default_factory=TeacherAdvantage,
+        doc="TeacherAdvantage, SampledTokens, JensenShannon or CrossTokenizer",
+    )
+    hint: str | None = chz.field(
+        default=None,
+        doc="system message that only the teacher reads, in which {answer} is the task's reference "
+        "answer (self-distillation); none: the teacher reads the policy's prompt",
+    )
+    row_tokens: int = chz.field(
+        validator=NOT_NEGATIVE,
+        default=0,
+        doc="tokens of the teacher's packed rows. It reads no more of a sample, and nothing is "
+        "distilled from the rest; 0: as the trainer's",
     )
     weight: float = chz.field(
         validator=NOT_NEGATIVE,
         default=1.0,
-        doc="factor of log(teacher/behave), the per-token reverse KL, in every token's advantage",
+        doc="factor of the distillation: of log(teacher/behave), the per-token reverse KL, in "
+        "advantages, or of its own term in the loss",
     )
     reward_weight: float = chz.field(
         validator=NOT_NEGATIVE,

@@ -7,7 +7,9 @@ P vocabulary padded to blocks, N blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +56,7 @@ def token_logprobs(
             f"expected a temperature above 0 for log-probs, found {temperature}; set "
             "sampling.temperature above 0"
         )
-    num_rows, num_columns = tokens.shape
-    columns_per_chunk = min(num_columns, max(1, chunk_tokens // num_rows))
-    num_chunks = -(-num_columns // columns_per_chunk)
+    num_chunks = _num_chunks(tokens.shape, chunk_tokens)
     targets = jnp.roll(tokens, -1, axis=1)
 
     def predict(
@@ -70,28 +70,117 @@ def token_logprobs(
             hidden, head, targets, temperature, learns_entropy, num_chunks, shards
         )
         logp, entropy = of_all
-    elif num_chunks == 1:
-        logp, entropy = predict(hidden, targets)
     else:
-        # Even chunks: 100 columns at 80 a chunk become twice 50, not 80 and 20 with 60 of padding.
-        columns_per_chunk = -(-num_columns // num_chunks)
-        padding = num_chunks * columns_per_chunk - num_columns
-
-        # Cut along columns, never along rows, which the train mesh shards. A chunk takes every
-        # num_chunks-th column, so that shards of columns have equal shares of each chunk.
-        def cut(x: Array) -> Array:
-            x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
-            return jnp.moveaxis(
-                x.reshape(num_rows, columns_per_chunk, num_chunks, *x.shape[2:]), 2, 0
-            )
-
-        _, outs = jax.lax.scan(
-            lambda _, chunk: (None, predict(*chunk)), None, (cut(hidden), cut(targets))
-        )
-        logp, entropy = (jnp.moveaxis(x, 0, 2).reshape(num_rows, -1)[:, :num_columns] for x in outs)
+        logp, entropy = _in_chunks(num_chunks, lambda chunk: predict(*chunk), (hidden, targets))
     predicted = _is_predicted(segment_ids)
     logp, entropy = (jnp.where(predicted, jnp.roll(x, 1, axis=1), 0.0) for x in (logp, entropy))
     return logp, entropy if learns_entropy else jax.lax.stop_gradient(entropy)
+
+
+def top_predictions(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    segment_ids: Int[Array, "B T"],
+    num_top: int,
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int,
+) -> tuple[Int[Array, "B T K"], Float[Array, "B T K"]]:
+    """Return the most likely tokens at each place given the tokens before, and their log-probs.
+
+    Entry t is predicted from hidden[t-1]. Where nothing predicts, ids are -1.
+
+    Args:
+        hidden: last hidden states.
+        head: output matrix.
+        segment_ids: sequence of each token in its row; 0: padding.
+        num_top: number of tokens; at most the vocabulary's.
+        temperature: divides the logits.
+        chunk_tokens: tokens of all rows whose logits exist at the same time.
+    """
+
+    def predict(chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        logp, ids = jax.lax.top_k(
+            jax.nn.log_softmax(_logits(chunk[0], head, temperature)), min(num_top, head.shape[1])
+        )
+        return ids, logp
+
+    ids, logp = _in_chunks(_num_chunks(segment_ids.shape, chunk_tokens), predict, (hidden,))
+    predicted = _is_predicted(segment_ids)[..., None]
+    return (
+        jnp.where(predicted, jnp.roll(ids, 1, axis=1), -1),
+        jnp.where(predicted, jnp.roll(logp, 1, axis=1), 0.0),
+    )
+
+
+def token_divergences(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    targets: Any,
+    log_scale: Float[Array, "B T"],
+    divergence: Callable[[Array, Any, Array], Float[Array, "B C"]],
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int,
+) -> Float[Array, "B T"]:
+    """Compute a divergence of the policy's distribution at each place, in chunks.
+
+    Args:
+        hidden: last hidden states.
+        head: output matrix.
+        targets: tree of arrays [B, T, ...].
+        log_scale: differentiable, like the hidden states.
+        divergence: function of log_softmax [B, C, V], from the hidden state before each token, and
+            of targets and log_scale at the tokens. The backward pass computes it again.
+        temperature: divides the logits.
+        chunk_tokens: tokens of all rows whose logits exist at the same time.
+    """
+
+    leaves, structure = jax.tree.flatten((targets, log_scale))
+
+    @jax.checkpoint
+    def compare(hidden: Array, *leaves: Array) -> Array:
+        log_softmax = jax.nn.log_softmax(_logits(hidden, head, temperature))
+        return divergence(log_softmax, *jax.tree.unflatten(structure, leaves))
+
+    (found,) = _in_chunks(
+        _num_chunks(hidden.shape, chunk_tokens),
+        lambda chunk: (compare(*chunk),),
+        (hidden, *(jnp.roll(leaf, -1, axis=1) for leaf in leaves)),
+    )
+    return jnp.roll(found, 1, axis=1)
+
+
+def _num_chunks(shape: tuple[int, ...], chunk_tokens: int) -> int:
+    num_rows, num_columns = shape[:2]
+    columns_per_chunk = min(num_columns, max(1, chunk_tokens // num_rows))
+    return -(-num_columns // columns_per_chunk)
+
+
+def _in_chunks(
+    num_chunks: int,
+    function: Callable[[tuple[Array, ...]], tuple[Array, ...]],
+    arrays: tuple[Array, ...],
+) -> tuple[Array, ...]:
+    """Map a function over chunks of rows and tokens of arrays, one after another.
+
+    Chunks are cut along columns, never along rows, which the train mesh shards. A chunk takes every
+    num_chunks-th column, so that shards of columns have equal shares of each chunk; and chunks are
+    even: 100 columns at 80 a chunk become twice 50, not 80 and 20 with 60 of padding.
+    """
+    if num_chunks == 1:
+        return function(arrays)
+    num_rows, num_columns = arrays[0].shape[:2]
+    columns = -(-num_columns // num_chunks)
+
+    def cut(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, num_chunks * columns - num_columns), *((0, 0),) * (x.ndim - 2)))
+        return jnp.moveaxis(x.reshape(num_rows, columns, num_chunks, *x.shape[2:]), 2, 0)
+
+    def join(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, 2).reshape(num_rows, -1, *x.shape[3:])[:, :num_columns]
+
+    return tuple(map(join, jax.lax.map(function, tuple(map(cut, arrays)))))
 
 
 def values_before(

@@ -9,7 +9,7 @@ from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Policy
-from areal_jax.rl.config import Reference, Teacher
+from areal_jax.rl.config import CrossTokenizer, Reference, Teacher
 from areal_jax.run.models import read_model
 from areal_jax.run.plan import FrozenModelSpec
 from areal_jax.trainer.forward import check_row_shards
@@ -19,7 +19,8 @@ from areal_jax.trainer.state import require_host_memory
 def find_frozen_models(
     experiment: AnyExperiment, policy: Policy, tokenizer: HFTokenizer, mesh: Mesh, row_tokens: int
 ) -> tuple[FrozenModelSpec, ...]:
-    """Find the frozen policies that the trainer's settings name.
+    """Find the frozen policies that the trainer's settings name. A teacher that is the trained
+    policy itself is none of them.
 
     Raises:
         ValueError: one is missing, has other tokens than `policy`, or does not fit in memory.
@@ -31,7 +32,9 @@ def find_frozen_models(
     for name, config in (("reference", reference), ("teacher", trainer.teacher)):
         if config is None:
             continue
-        if isinstance(config, Reference) and config.path == "initial":
+        if config.path == "current":
+            continue
+        if config.path == "initial":
             # A fresh adapter adds nothing yet; a trained one is part of the initial policy.
             has_adapter = experiment.policy.adapter is not None
             initial = policy if has_adapter else Policy(policy.config)
@@ -58,11 +61,17 @@ def _find(
     setting, ignored = f"trainer.{name}.path", experiment.policy.ignore_config_keys
     folder = resolve_policy_folder(config.path, setting)
     model = read_model(experiment.policy, folder)
+    reads_text = isinstance(config, Teacher) and isinstance(config.distillation, CrossTokenizer)
+    if reads_text:
+        return FrozenModelSpec(
+            name=name, path=config.path, policy=Policy(model), folder=folder, offload=config.offload
+        )
     if difference := tokenizer.describe_difference(HFTokenizer.from_folder(folder, ignored)):
+        hint = " or set trainer.teacher.distillation=CrossTokenizer" if name == "teacher" else ""
         raise ValueError(
             f"{setting}={config.path} has other tokens than "
             f"policy.path={experiment.policy.path}: {difference}; name a policy with the same "
-            "tokenizer"
+            f"tokenizer{hint}"
         )
     _require_size(model, f"{setting}={config.path}", experiment, policy, row_tokens)
     return FrozenModelSpec(

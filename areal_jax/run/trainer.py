@@ -9,14 +9,18 @@ import jax
 import numpy as np
 
 from areal_jax.config.experiment import Experiment, FineTuning, PreferenceExperiment
+from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.errors import config_errors
 from areal_jax.models import hf
-from areal_jax.models.decoder import Params
+from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import TRAIN_RULES, abstract, is_abstract, shardings
 from areal_jax.run.models import initial_params
 from areal_jax.run.plan import TrainingPlan
+from areal_jax.run.teacher_input import teacher_input
 from areal_jax.trainer.critic import critic_learner
-from areal_jax.trainer.forward import Forward, FrozenPolicy
+from areal_jax.trainer.distillation import TeacherInput
+from areal_jax.trainer.forward import Forward
+from areal_jax.trainer.frozen import FrozenPolicy, ReadOnlyPolicy
 from areal_jax.trainer.objective import policy_learner
 from areal_jax.trainer.pipeline import SampleLimits
 from areal_jax.trainer.ppo import Trainer
@@ -39,6 +43,15 @@ def rl_trainer(plan: TrainingPlan, params: Params, base: Params | None) -> Train
     assert isinstance(exp, Experiment)
     num_updates = exp.num_steps * exp.trainer.num_mini_batches
     critic = initial_critic(plan, shapes_only=is_abstract(params))
+    read_as, teacher = _teacher_input(plan), frozen_policy(plan, "teacher", params, base)
+    model = trainable_model(plan, params, base)
+    vocabulary = None if read_as is None else read_as.vocabulary
+    learner = policy_learner(exp.trainer, model, num_updates, vocabulary)
+    if exp.trainer.teacher is not None and exp.trainer.teacher.path == "current":
+        teacher = ReadOnlyPolicy(
+            _forward(plan, plan.policy, teacher_row_tokens(plan)),
+            lambda: (learner.params, learner.base),
+        )
     return Trainer(
         config=exp.trainer,
         limits=SampleLimits(
@@ -46,10 +59,42 @@ def rl_trainer(plan: TrainingPlan, params: Params, base: Params | None) -> Train
             max_new_tokens=exp.engine.max_new_tokens,
             max_staleness_by_kind=exp.rollout.staleness_of_kind(),
         ),
-        policy=policy_learner(exp.trainer, trainable_model(plan, params, base), num_updates),
+        policy=learner,
         critic=None if critic is None else critic_learner(exp.trainer, critic, num_updates),
         reference=frozen_policy(plan, "reference", params, base),
-        teacher=frozen_policy(plan, "teacher", params, base),
+        teacher=teacher,
+        teacher_input=read_as,
+    )
+
+
+def teacher_row_tokens(plan: TrainingPlan) -> int:
+    """Return the length of the rows that the teacher reads, in tokens."""
+    teacher = plan.experiment.trainer.teacher
+    return plan.row_tokens if teacher is None else teacher.row_tokens or plan.row_tokens
+
+
+def _teacher_input(plan: TrainingPlan) -> TeacherInput | None:
+    """Return how the teacher reads samples; None without a teacher."""
+    config = plan.experiment.trainer.teacher
+    if config is None:
+        return None
+    spec = next((spec for spec in plan.frozen_models if spec.name == "teacher"), None)
+    tokenizer, policy = plan.tokenizer, plan.policy if spec is None else spec.policy
+    if spec is not None and spec.folder is not None:
+        ignored = plan.experiment.policy.ignore_config_keys
+        tokenizer = HFTokenizer.from_folder(spec.folder, ignored)
+    sizes = plan.policy.config.vocab_size, policy.config.vocab_size
+    return teacher_input(config, plan.tokenizer, sizes[0], tokenizer, sizes[1])
+
+
+def _forward(plan: TrainingPlan, policy: Policy, row_tokens: int) -> Forward:
+    return Forward(
+        plan.experiment.trainer,
+        policy,
+        plan.train_mesh,
+        plan.compute_dtype,
+        temperature=sampling_temperature(plan),
+        row_tokens=row_tokens,
     )
 
 
@@ -164,16 +209,9 @@ def frozen_policy(
     spec = next((spec for spec in plan.frozen_models if spec.name == name), None)
     if spec is None:
         return None
-    experiment, mesh, dtype = plan.experiment, plan.train_mesh, plan.compute_dtype
-    temperature = sampling_temperature(plan)
-    forward = Forward(
-        experiment.trainer,
-        spec.policy,
-        mesh,
-        dtype,
-        temperature=temperature,
-        row_tokens=plan.row_tokens,
-    )
+    mesh, dtype = plan.train_mesh, plan.compute_dtype
+    row_tokens = teacher_row_tokens(plan) if name == "teacher" else plan.row_tokens
+    forward = _forward(plan, spec.policy, row_tokens)
     shapes = spec.policy.abstract(dtype)
     placed = shardings(mesh, spec.policy.axes(), shapes, TRAIN_RULES)
     if is_abstract(params) and not spec.policy.lora:

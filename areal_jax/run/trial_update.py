@@ -23,6 +23,7 @@ from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Group, StepResult
+from areal_jax.rl.config import Teacher
 from areal_jax.run.make_plan import make_training_plan
 from areal_jax.run.plan import TrainingPlan
 from areal_jax.run.trainer import example_trainer, initial_weights, rl_trainer
@@ -155,13 +156,18 @@ def _with_frozen(trainer: TrainerConfig, path: str) -> TrainerConfig:
     return chz.replace(
         trainer,
         reference=reference,
-        teacher=teacher and chz.replace(teacher, path=path, offload=False),
+        teacher=teacher and _tiny_teacher(teacher, path),
         critic=_without_warmup(trainer.critic),
         optimizer=chz.replace(trainer.optimizer, offload=False),
         num_mini_batches=1,
         rows_per_micro_batch=1,
         logp_chunk_tokens=min(trainer.logp_chunk_tokens, MAX_CHUNK_TOKENS),
     )
+
+
+def _tiny_teacher(teacher: Teacher, path: str) -> Teacher:
+    kept = teacher.path if teacher.path in ("initial", "current") else path
+    return chz.replace(teacher, path=kept, offload=False, row_tokens=0)
 
 
 def _without_warmup(critic: Critic) -> Critic:

@@ -1,11 +1,11 @@
-"""The forward pass of a policy over micro-batches of one shape, compiled once; and frozen policies.
+"""The forward pass of a policy over micro-batches of one shape, compiled once.
 
 Axes: B rows, T tokens of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,16 +20,10 @@ from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import Routing, ids_dtype, sharded_experts
 from areal_jax.parallel.fsdp import FullySharded, ShardedMatrix, fully_sharded
-from areal_jax.parallel.sharding import (
-    TRAIN_RULES,
-    batch_sharding,
-    is_abstract,
-    num_shards,
-    sharding,
-)
-from areal_jax.rl.logprobs import token_logprobs
+from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, sharding
+from areal_jax.rl.distillation import TeacherTargets
+from areal_jax.rl.logprobs import token_logprobs, top_predictions
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.state import in_host_memory
 
 MAX_UNROLLED_LAYERS = 8
 """Largest number of layers that are unrolled. 4 unrolled layers on a CPU take a quarter less time
@@ -71,6 +65,33 @@ class DeviceBatch(NamedTuple):
     """
     experts: Shaped[Array, "B T L k"] | None = None
     """Present if the policy replays recorded experts."""
+    teacher_logp: Float[Array, "B T"] | None = None
+    """Present if the objective reads a teacher's log-probs."""
+    teacher_targets: TeacherTargets | None = None
+    """Present if the objective reads a teacher's distributions."""
+
+
+class Predictions(NamedTuple):
+    """What a policy predicts of a micro-batch, and from what."""
+
+    logp: Float[Array, "B T"]
+    """Log-prob of every token; with a scalar head, at token t the value of what follows token t."""
+    entropy: Float[Array, "B T"] | None
+    """Entropy of the distribution that the token was sampled from; None with a scalar head."""
+    routing: Routing | None
+    """Routing of a mixture of experts."""
+    hidden: Float[Array, "B T D"]
+    head: Float[Array, "D V"] | None
+    """None with a scalar head."""
+
+
+class TopPredictions(NamedTuple):
+    """The log-prob of every token, and the most likely tokens at its place."""
+
+    logp: Float[Array, "B T"]
+    ids: Int[Array, "B T K"]
+    """-1 where nothing is predicted."""
+    top_logp: Float[Array, "B T K"]
 
 
 def check_row_shards(policy: Policy, mesh: Mesh, row_tokens: int) -> None:
@@ -138,7 +159,7 @@ class Forward:
             * num_shards(mesh, "batch", TRAIN_RULES)
             * mesh.shape["context"]
         )
-        self._program: jax.stages.Compiled | None = None
+        self._programs: dict[int, jax.stages.Compiled] = {}
 
     @property
     def placed(self) -> NamedSharding:
@@ -160,7 +181,18 @@ class Forward:
             sharding=self.placed,
         )
 
-    def inputs(self, batch: DeviceBatch) -> ModelInputs:
+    def targets_column(self, num_top: int) -> TeacherTargets | None:
+        """Return the shapes of a teacher's most likely tokens at each token; None without."""
+        if not num_top:
+            return None
+        shape = (self.rows, self.row_tokens, min(num_top, self.policy.config.vocab_size))
+        top: list[Any] = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=self.placed)
+            for dtype in (np.int32, np.float32)
+        ]
+        return TeacherTargets(top[0], top[1], self.column(np.int32), self.column(np.float32))
+
+    def inputs(self, batch: DeviceBatch | ModelInputs) -> ModelInputs:
         """Return what this forward pass reads."""
         experts = batch.experts if self.replays_router else None
         return ModelInputs(batch.tokens, batch.segment_ids, batch.positions, experts)
@@ -168,41 +200,60 @@ class Forward:
     @property
     def num_compilations(self) -> int:
         """Number of programs compiled so far."""
-        return int(self._program is not None)
+        return len(self._programs)
 
-    def logprobs(self, params: Params, base: Params, batch: DeviceBatch) -> Float[Array, "B T"]:
+    def logprobs(
+        self, params: Params, base: Params, batch: DeviceBatch | ModelInputs
+    ) -> Float[Array, "B T"]:
         """Return the log-prob of every token, asynchronously.
 
         With a scalar head: at token t, the value of what follows token t.
         """
         return self.compiled(params, base)(params, base, self.inputs(batch))
 
-    def compiled(self, params: Params, base: Params) -> jax.stages.Compiled:
-        """Return the program behind `logprobs`; compile it first if this is its first use."""
-        if self._program is None:
+    def top_predictions(
+        self, params: Params, base: Params, batch: DeviceBatch | ModelInputs, num_top: int
+    ) -> TopPredictions:
+        """Return the log-prob of every token and the `num_top` most likely ones, asynchronously."""
+        return self.compiled(params, base, num_top)(params, base, self.inputs(batch))
+
+    def compiled(self, params: Params, base: Params, num_top: int = 0) -> jax.stages.Compiled:
+        """Return the program behind `logprobs`, or behind `top_predictions` of `num_top` tokens;
+        compile it first if this is its first use.
+        """
+        if num_top not in self._programs:
             inputs = ModelInputs(*[self.column(np.int32)] * 3)._replace(
                 experts=self.experts_column()
             )
-            jitted = jax.jit(
-                lambda *arguments: self.predictions(*arguments)[0], out_shardings=self.placed
-            )
-            self._program = jitted.lower(params, base, inputs).compile()
-        return self._program
+            function = partial(self._top_predictions, num_top) if num_top else self._logprobs
+            jitted = jax.jit(function, out_shardings=self.placed)
+            self._programs[num_top] = jitted.lower(params, base, inputs).compile()
+        return self._programs[num_top]
 
-    def predictions(
-        self, params: Params, base: Params, inputs: ModelInputs
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None, Routing | None]:
-        """Return log-probs, entropies and expert routing.
+    def _logprobs(self, params: Params, base: Params, inputs: ModelInputs) -> Float[Array, "B T"]:
+        return self.predictions(params, base, inputs).logp
 
-        Returns:
-            The log-prob of every token (with a scalar head: at token t, the value of what follows
-            token t), the entropy of the distribution it was sampled from (None with a scalar head),
-            and the routing of a mixture of experts.
-        """
+    def _top_predictions(
+        self, num_top: int, params: Params, base: Params, inputs: ModelInputs
+    ) -> TopPredictions:
+        found = self.predictions(params, base, inputs)
+        assert found.head is not None
+        ids, top_logp = top_predictions(
+            found.hidden,
+            found.head,
+            inputs.segment_ids,
+            num_top,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+        )
+        return TopPredictions(found.logp, ids, top_logp)
+
+    def predictions(self, params: Params, base: Params, inputs: ModelInputs) -> Predictions:
+        """Return what the policy predicts of a micro-batch."""
         whole = self.whole(params, base)
         hidden, routing = self.hidden(whole, inputs)
         if self.policy.config.is_scalar:
-            return self.policy.values(whole, hidden), None, routing
+            return Predictions(self.policy.values(whole, hidden), None, routing, hidden, None)
         head = self.policy.head(whole)
         logp, entropy = token_logprobs(
             hidden,
@@ -214,7 +265,7 @@ class Forward:
             learns_entropy=self.learns_entropy,
             shards=self._shards(("embed", "vocab"), head.shape),
         )
-        return logp, entropy, routing
+        return Predictions(logp, entropy, routing, hidden, head)
 
     def whole(self, params: Params, base: Params) -> Params:
         """Return the parameters that the decoder reads: an adapter is attached to its `base`."""
@@ -281,45 +332,3 @@ class Forward:
 
     def _constrain(self, x: Array, axes: tuple[str, ...]) -> Array:
         return jax.lax.with_sharding_constraint(x, sharding(self.mesh, axes, x.shape, TRAIN_RULES))
-
-
-class FrozenPolicy:
-    """A policy on the train mesh that is never trained, such as a reference or a teacher."""
-
-    def __init__(
-        self, forward: Forward, params: Params, base: Params | None = None, *, offload: bool = False
-    ):
-        """
-        Args:
-            forward: The policy's forward pass.
-            params: Parameters on the train mesh, sharded by TRAIN_RULES, in the compute dtype. They
-                are not copied, so that shared arrays exist once. Shapes alone if the program is
-                only to be compiled.
-            base: If `params` is an adapter, the parameters that it adapts.
-            offload: Keep `params` in host memory, and transfer them to the devices for each call.
-        """
-        self._forward, self._base = forward, {} if base is None else base
-        self._placed = jax.tree.map(lambda leaf: leaf.sharding, params)
-        self._params: Params = params
-        if offload and not is_abstract(params):
-            self._params = jax.device_put(params, in_host_memory(self._placed))
-
-    def logprobs(self, batches: Sequence[DeviceBatch]) -> list[Float[Array, "B T"]]:
-        """Return the log-probs of all tokens of micro-batches, asynchronously."""
-        # Does nothing if they are on the devices. One transfer for all micro-batches.
-        params = jax.device_put(self._params, self._placed)
-        return [self._forward.logprobs(params, self._base, batch) for batch in batches]
-
-    @property
-    def num_compilations(self) -> int:
-        """Number of programs compiled so far."""
-        return self._forward.num_compilations
-
-    def compile(self) -> jax.stages.Compiled:
-        """Return the program behind `logprobs`; compile it first if this is its first use."""
-        abstract = jax.tree.map(
-            lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),
-            self._params,
-            self._placed,
-        )
-        return self._forward.compiled(abstract, self._base)

@@ -5,25 +5,52 @@ Axes: B rows, T tokens of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from areal_jax.metrics.meters import Mean
-from areal_jax.rl.config import GAE, M2PO, BehaveLoss, KLInLoss, Loss, Proximal, ProximalLoss
+from areal_jax.rl.config import (
+    GAE,
+    M2PO,
+    BehaveLoss,
+    CrossTokenizer,
+    JensenShannon,
+    KLInLoss,
+    Loss,
+    Proximal,
+    ProximalLoss,
+    SampledTokens,
+    Teacher,
+)
+from areal_jax.rl.distillation import (
+    TeacherVocabulary,
+    earlier_logprobs,
+    sampled_distillation_loss,
+    span_divergence,
+)
 from areal_jax.rl.importance_weights import interpolated_proximal, second_moment_mask
 from areal_jax.rl.kl import kl_loss
+from areal_jax.rl.logprobs import token_divergences
 from areal_jax.rl.losses import policy_loss
 from areal_jax.rl.off_policy import OffPolicyCounts, off_policy_counts
-from areal_jax.rl.token_losses import PolicyLoss, positive_nll
+from areal_jax.rl.token_losses import PolicyLoss, mean_loss, positive_nll
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.forward import DeviceBatch
+from areal_jax.trainer.forward import DeviceBatch, Forward, Predictions
 from areal_jax.trainer.programs import Objective
 from areal_jax.trainer.step import Learner, TrainableModel
 
 
-def policy_learner(config: TrainerConfig, model: TrainableModel, num_updates: int) -> Learner:
+def policy_learner(
+    config: TrainerConfig,
+    model: TrainableModel,
+    num_updates: int,
+    vocabulary: TeacherVocabulary | None = None,
+) -> Learner:
     """Return the learner of the policy.
 
     Args:
@@ -31,12 +58,13 @@ def policy_learner(config: TrainerConfig, model: TrainableModel, num_updates: in
         model: The policy and its initial parameters.
         num_updates: Updates of the whole run: steps times `num_mini_batches`. The learning-rate
             schedule spans those after the critic's warm-up.
+        vocabulary: The teacher's, with distillation=CrossTokenizer.
     """
     warmup = config.critic.warmup_steps if isinstance(config.advantages, GAE) else 0
     return Learner(
         config,
         model,
-        policy_objective(config),
+        policy_objective(config, vocabulary),
         max(0, num_updates - warmup * config.num_mini_batches),
     )
 
@@ -51,9 +79,11 @@ def proximal_of(loss: Loss) -> Proximal:
     return "recompute"
 
 
-def policy_objective(config: TrainerConfig) -> Objective:
-    """Return the policy loss, plus the KL to a reference and the loss on correct answers if the
-    settings have them.
+def policy_objective(
+    config: TrainerConfig, vocabulary: TeacherVocabulary | None = None
+) -> Objective:
+    """Return the policy loss, plus the KL to a reference, the loss on correct answers and the
+    distillation of a teacher if the settings have them.
 
     The function has more than 60 lines because the parts share one mask and one denominator.
     """
@@ -119,7 +149,87 @@ def policy_objective(config: TrainerConfig) -> Objective:
             policy_logp - batch.behave_logp, batch.loss_mask, batch.age, batch.segment_ids
         )
 
-    return Objective(loss, columns, off_policy)
+    if config.teacher is None:
+        return Objective(loss, columns, off_policy)
+    if isinstance(config.teacher.distillation, SampledTokens):
+        columns = (*columns, "teacher_logp", *({"weights"} - {*columns}))
+    return Objective(
+        loss,
+        columns,
+        off_policy,
+        _distillation_loss(config.teacher, vocabulary),
+        num_top_tokens(config.teacher, vocabulary),
+    )
+
+
+def num_top_tokens(teacher: Teacher, vocabulary: TeacherVocabulary | None = None) -> int:
+    """Return how many of the teacher's most likely tokens its distillation reads."""
+    how = teacher.distillation
+    if not isinstance(how, JensenShannon | CrossTokenizer):
+        return 0
+    return how.num_tokens if vocabulary is None else min(how.num_tokens, len(vocabulary.own_ids))
+
+
+def _distillation_loss(
+    teacher: Teacher, vocabulary: TeacherVocabulary | None
+) -> Callable[[Predictions, DeviceBatch, Forward, Array], PolicyLoss] | None:
+    """Return the loss of learning from a teacher; None if advantages hold it already."""
+
+    def sampled(
+        predictions: Predictions, batch: DeviceBatch, forward: Forward, num_tokens: Array
+    ) -> PolicyLoss:
+        del forward
+        how = teacher.distillation
+        assert isinstance(how, SampledTokens) and batch.teacher_logp is not None
+        result = sampled_distillation_loss(
+            how,
+            predictions.logp,
+            batch.teacher_logp,
+            batch.behave_logp,
+            batch.loss_mask,
+            batch.weights,
+            num_tokens=num_tokens,
+        )
+        return _weighted(result, teacher.weight)
+
+    def compared(
+        predictions: Predictions, batch: DeviceBatch, forward: Forward, num_tokens: Array
+    ) -> PolicyLoss:
+        how = teacher.distillation
+        assert isinstance(how, JensenShannon | CrossTokenizer) and vocabulary is not None
+        targets, head = batch.teacher_targets, predictions.head
+        assert targets is not None and head is not None
+        logp, scale = predictions.logp, jnp.zeros_like(predictions.logp)
+        if isinstance(how, CrossTokenizer):
+            scale = earlier_logprobs(logp, targets.remaining)
+        divergences = token_divergences(
+            predictions.hidden,
+            head,
+            targets,
+            scale,
+            partial(span_divergence, how, vocabulary),
+            temperature=forward.temperature,
+            chunk_tokens=forward.chunk_tokens,
+        )
+        if isinstance(how, JensenShannon):
+            ratio = jnp.exp(jax.lax.stop_gradient(logp) - batch.behave_logp)
+            divergences *= jnp.minimum(ratio, how.max_ratio)
+        total = jnp.sum(targets.weight * divergences)
+        count = jnp.sum(batch.loss_mask, dtype=total.dtype)
+        result = mean_loss({"loss": total, "teacher_divergence": total}, count, num_tokens)
+        return _weighted(result, teacher.weight)
+
+    match teacher.distillation:
+        case SampledTokens():
+            return sampled
+        case JensenShannon() | CrossTokenizer():
+            return compared
+    return None
+
+
+def _weighted(result: PolicyLoss, weight: float) -> PolicyLoss:
+    total, count = result.metrics["loss"]
+    return PolicyLoss(weight * result.loss, result.metrics | {"loss": Mean(weight * total, count)})
 
 
 def _proximal_logp(

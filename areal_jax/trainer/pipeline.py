@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Shaped
+from jaxtyping import Bool, Float, Float32, Shaped
 
 from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.errors import CorruptedState
@@ -56,8 +56,9 @@ TokenValues: TypeAlias = Sequence[Sequence[Float[np.ndarray, "_"]]]
 Place: TypeAlias = tuple[int, int]
 """Index of a group in the batch, and of a sample in the group."""
 
-Column: TypeAlias = Sequence[Shaped[Array, "B T"]]
-"""One value per token of a mini-batch, by micro-batch, on the train mesh."""
+Column: TypeAlias = Sequence[Any]
+"""One value per token of a mini-batch ([B, T], or a tuple of such), by micro-batch, on the train
+mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)

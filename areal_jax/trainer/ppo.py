@@ -16,7 +16,9 @@ from areal_jax.trainer import stages
 from areal_jax.trainer.batch_metrics import describe_batch
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import describe_values
-from areal_jax.trainer.forward import FrozenPolicy
+from areal_jax.trainer.distillation import TeacherInput, distillation
+from areal_jax.trainer.frozen import ReadOnlyPolicy
+from areal_jax.trainer.objective import num_top_tokens
 from areal_jax.trainer.pipeline import (
     AdvantageEstimate,
     PackedRollouts,
@@ -50,8 +52,9 @@ class Trainer(Versions):
         limits: SampleLimits,
         policy: Learner,
         critic: Learner | None = None,
-        reference: FrozenPolicy | None = None,
-        teacher: FrozenPolicy | None = None,
+        reference: ReadOnlyPolicy | None = None,
+        teacher: ReadOnlyPolicy | None = None,
+        teacher_input: TeacherInput | None = None,
     ):
         """
         Args:
@@ -61,6 +64,7 @@ class Trainer(Versions):
             critic: Learner of values, with advantages=GAE: see `critic.critic_learner`.
             reference: The policy that `config.reference` names.
             teacher: The policy that `config.teacher` names.
+            teacher_input: How it reads samples; None: as they are.
 
         Raises:
             ValueError: Settings and policies do not match.
@@ -85,14 +89,20 @@ class Trainer(Versions):
         super().__init__(policy, reads_logprobs=stages.reads_proximal(config), critic=critic)
         self.config, self.limits = config, limits
         self._reference, self._teacher = reference, teacher
+        self._teacher_input = teacher_input or TeacherInput()
 
     @property
     def num_compilations(self) -> int:
         return super().num_compilations + sum(frozen.num_compilations for frozen in self._frozen())
 
     def list_programs(self) -> list[Program]:
-        frozen = [("frozen logprobs", each.compile) for each in self._frozen()]
-        return [*super().list_programs(), *frozen]
+        programs = super().list_programs()
+        if self._reference is not None:
+            programs.append(("reference logprobs", self._reference.compile))
+        if self._teacher is not None and self.config.teacher is not None:
+            num_top = num_top_tokens(self.config.teacher)
+            programs.append(("teacher logprobs", partial(self._teacher.compile, num_top)))
+        return programs
 
     def step(self, groups: Sequence[Group]) -> StepResult:
         """Train on a batch with `num_mini_batches` optimizer updates, and increase `version` by
@@ -148,7 +158,7 @@ class Trainer(Versions):
         )
         return StepResult(meters.metrics(), batch.stale, estimate.advantages)
 
-    def _frozen(self) -> list[FrozenPolicy]:
+    def _frozen(self) -> list[ReadOnlyPolicy]:
         return [frozen for frozen in (self._reference, self._teacher) if frozen is not None]
 
     def _trains_policy(self) -> bool:
@@ -166,7 +176,13 @@ class Trainer(Versions):
         if self._teacher is not None and config.teacher is not None:
             yield (
                 "frozen",
-                partial(stages.distillation, teacher=self._teacher, config=config.teacher),
+                partial(
+                    distillation,
+                    teacher=self._teacher,
+                    config=config.teacher,
+                    read_as=self._teacher_input,
+                    learner=self._learner,
+                ),
             )
         if self._critic is not None:
             yield "values", partial(stages.critic_values, critic=self._critic)

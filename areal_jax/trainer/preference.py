@@ -15,7 +15,8 @@ from areal_jax.rl.config import Preference
 from areal_jax.rl.preference import preference_loss
 from areal_jax.rl.token_losses import PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.forward import DeviceBatch, FrozenPolicy
+from areal_jax.trainer.forward import DeviceBatch
+from areal_jax.trainer.frozen import FrozenPolicy
 from areal_jax.trainer.programs import Objective
 from areal_jax.trainer.step import Learner, TrainableModel
 from areal_jax.trainer.versions import FromExamples, Packed

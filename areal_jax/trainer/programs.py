@@ -21,7 +21,7 @@ from areal_jax.parallel.sharding import abstract
 from areal_jax.rl.off_policy import OffPolicyCounts, sequence_ess
 from areal_jax.rl.token_losses import PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.forward import DeviceBatch, Forward
+from areal_jax.trainer.forward import DeviceBatch, Forward, Predictions
 from areal_jax.trainer.optimizer import learning_rate, make_optimizer, num_updates_done
 from areal_jax.trainer.state import (
     StateShardings,
@@ -44,6 +44,9 @@ class Objective:
         columns: The optional columns of `DeviceBatch` that it reads.
         off_policy: Function of (logp, batch, proximal_is_current): the distance of the batch from
             the policy; None: it is not measured.
+        distillation: Function of (predictions, batch, forward, num_tokens): a loss that is added.
+        num_teacher_tokens: Most likely tokens of a teacher in `DeviceBatch.teacher_targets`; 0: the
+            batch has none.
     """
 
     loss: Callable[
@@ -53,6 +56,10 @@ class Objective:
     off_policy: (
         Callable[[Float[Array, "B T"], DeviceBatch, Bool[Array, ""]], OffPolicyCounts] | None
     ) = None
+    distillation: (
+        Callable[[Predictions, DeviceBatch, Forward, Float[Array, ""]], PolicyLoss] | None
+    ) = None
+    num_teacher_tokens: int = 0
 
 
 class Measured(NamedTuple):
@@ -228,10 +235,14 @@ class UpdatePrograms:
     ) -> tuple[Float[Array, ""], Measured]:
         """Return the objective with the entropy bonus and the load-balance loss of experts."""
         config, moe = self._config, self._forward.policy.config.moe
-        logp, entropy, routing = self._forward.predictions(
-            params, base, self._forward.inputs(batch)
-        )
-        loss, metrics = self._objective.loss(logp, batch, num_tokens, proximal_is_current)
+        predictions = self._forward.predictions(params, base, self._forward.inputs(batch))
+        logp, entropy, routing, *_ = predictions
+        result = self._objective.loss(logp, batch, num_tokens, proximal_is_current)
+        if self._objective.distillation is not None:
+            result = result.plus(
+                self._objective.distillation(predictions, batch, self._forward, num_tokens)
+            )
+        loss, metrics = result
         off_policy = None
         if self._objective.off_policy is not None:
             off_policy = self._objective.off_policy(logp, batch, proximal_is_current)
@@ -267,6 +278,7 @@ class UpdatePrograms:
             *map(column, dtypes),
             **{name: column(np.float32) for name in self._objective.columns},
             experts=self._forward.experts_column(),
+            teacher_targets=self._forward.targets_column(self._objective.num_teacher_tokens),
         )
 
     @cached_property

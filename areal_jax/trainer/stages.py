@@ -1,4 +1,4 @@
-"""Stages of a trainer step: what reference, teacher, critic and proximal policy contribute to it.
+"""Stages of a trainer step: what reference, critic and proximal policy contribute to it.
 
 A stage is a function of the packed rollouts that returns a `StageOutput`. The functions here
 become stages with `functools.partial`, which binds the other arguments.
@@ -17,10 +17,10 @@ from areal_jax.errors import CorruptedState
 from areal_jax.metrics.meters import Mean
 from areal_jax.parallel.sharding import fetch
 from areal_jax.records import Sample
-from areal_jax.rl.config import M2PO, KLInReward, Teacher
-from areal_jax.rl.kl import distilled_advantages, kl_estimate, kl_penalty
+from areal_jax.rl.config import M2PO, KLInReward
+from areal_jax.rl.kl import kl_estimate, kl_penalty
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.forward import FrozenPolicy
+from areal_jax.trainer.frozen import ReadOnlyPolicy
 from areal_jax.trainer.objective import m2po_mask, proximal_of
 from areal_jax.trainer.pipeline import (
     Column,
@@ -34,7 +34,7 @@ from areal_jax.trainer.pipeline import (
 from areal_jax.trainer.step import Learner
 
 
-def reference_in_loss(packed: PackedRollouts, reference: FrozenPolicy) -> StageOutput:
+def reference_in_loss(packed: PackedRollouts, reference: ReadOnlyPolicy) -> StageOutput:
     """Give the loss the log-probs of a reference."""
     columns = _frozen_columns(packed, reference)
     # Waited for, so that the time counts for this stage.
@@ -43,36 +43,17 @@ def reference_in_loss(packed: PackedRollouts, reference: FrozenPolicy) -> StageO
 
 
 def reference_in_reward(
-    packed: PackedRollouts, reference: FrozenPolicy, kl: KLInReward
+    packed: PackedRollouts, reference: ReadOnlyPolicy, kl: KLInReward
 ) -> StageOutput:
     """Subtract a KL penalty from the reward of every sampled token."""
-    logp = _frozen_logprobs(packed, reference)
+    logp = frozen_logprobs(packed, reference)
 
     def penalty(sample: Sample, reference_logp: Float[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
         return kl_penalty(kl, sample.behave_logp, reference_logp, sample.loss_mask)
 
     return StageOutput(
         token_rewards=packed.batch.map_samples(penalty, logp),
-        metrics={"kl_reference": _kl_from_behave(packed.batch, logp)},
-    )
-
-
-def distillation(packed: PackedRollouts, teacher: FrozenPolicy, config: Teacher) -> StageOutput:
-    """Add log(teacher/behave), weighted, to the advantage of every sampled token."""
-    logp = _frozen_logprobs(packed, teacher)
-
-    def distilled(
-        sample: Sample, advantages: Float[np.ndarray, "T"], teacher_logp: Float[np.ndarray, "T"]
-    ) -> Float[np.ndarray, "T"]:
-        return distilled_advantages(
-            config, advantages, sample.behave_logp, teacher_logp, sample.loss_mask
-        )
-
-    return StageOutput(
-        transform_advantages=lambda advantages: packed.batch.map_samples(
-            distilled, advantages, logp
-        ),
-        metrics={"kl_teacher": _kl_from_behave(packed.batch, logp)},
+        metrics={"kl_reference": kl_from_behave(packed.batch, logp)},
     )
 
 
@@ -147,7 +128,7 @@ def _current_columns(mini_batch: MiniBatch, learner: Learner) -> Column:
     return columns
 
 
-def _frozen_columns(packed: PackedRollouts, frozen: FrozenPolicy) -> Sequence[Column]:
+def _frozen_columns(packed: PackedRollouts, frozen: ReadOnlyPolicy) -> Sequence[Column]:
     """Return log-probs of all micro-batches, by mini-batch, asynchronously."""
     found = iter(
         frozen.logprobs(
@@ -157,7 +138,7 @@ def _frozen_columns(packed: PackedRollouts, frozen: FrozenPolicy) -> Sequence[Co
     return [[next(found) for _ in mini_batch.micro_batches] for mini_batch in packed.mini_batches]
 
 
-def _frozen_logprobs(packed: PackedRollouts, frozen: FrozenPolicy) -> TokenValues:
+def frozen_logprobs(packed: PackedRollouts, frozen: ReadOnlyPolicy) -> TokenValues:
     """Return log-probs of all packed tokens in one transfer to the host.
 
     Tokens that are not packed are not in the loss. They get the behaviour log-probs.
@@ -173,7 +154,7 @@ def _frozen_logprobs(packed: PackedRollouts, frozen: FrozenPolicy) -> TokenValue
     return logp
 
 
-def _kl_from_behave(batch: RolloutBatch, logp: TokenValues) -> Mean:
+def kl_from_behave(batch: RolloutBatch, logp: TokenValues) -> Mean:
     """Return the KL of the behaviour policy from one with these log-probs, over the loss tokens."""
 
     def log_ratios(

@@ -59,6 +59,7 @@ from areal_jax.run.plan_report import plan_text
 from areal_jax.run.start import start
 from areal_jax.run.trainer import initial_critic, initial_weights, rl_trainer
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
+from areal_jax.trainer.frozen import FrozenPolicy
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.workflows.config import MultiTurn
 from areal_jax.workflows.single_turn import SingleTurn
@@ -421,7 +422,7 @@ def test_resumed_run_keeps_its_initial_reference(tiny_policy: Path, adapter: LoR
     later = jax.tree.map(lambda leaf: leaf + 1, jax.device_get(trainer.state))
     trainer.restore(later)
     reference = trainer._reference
-    assert reference is not None
+    assert isinstance(reference, FrozenPolicy)
     jax.tree.map(np.testing.assert_array_equal, reference._params, base or params)
     assert not np.array_equal(jax.tree.leaves(trainer.params)[0], jax.tree.leaves(params)[0])
     # With an adapter it takes no additional memory.

@@ -230,6 +230,22 @@ def test_a_distilled_policy_needs_no_rewards_that_differ() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["path=current", "hint=The answer is {answer}.", "distillation=JensenShannon"],
+        ["path=initial", "hint=The answer is {answer}.", "distillation=SampledTokens"],
+        ["path=embedded", "distillation=CrossTokenizer"],
+    ],
+)
+def test_an_update_learns_from_each_kind_of_teacher(settings: list[str]) -> None:
+    teacher = [f"trainer.teacher.{setting}" for setting in settings]
+    report = run("distill", "tasks.num_tasks=64", *teacher)
+    assert findings(report) == []
+    assert report.update is not None and report.update.grad_norm > 0
+
+
+@pytest.mark.slow
 def test_partial_credit_below_the_reference_is_no_fault() -> None:
     report = run("own_reward", "tasks.num_tasks=64")
     assert findings(report) == []

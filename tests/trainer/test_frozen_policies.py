@@ -40,7 +40,8 @@ from areal_jax.rl.config import (
 )
 from areal_jax.rl.kl import kl_estimate
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
-from areal_jax.trainer.forward import DeviceBatch, Forward, FrozenPolicy
+from areal_jax.trainer.forward import DeviceBatch, Forward
+from areal_jax.trainer.frozen import FrozenPolicy
 from areal_jax.trainer.ppo import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -22,7 +22,8 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.rl.config import DPO, BradleyTerry, Preference
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
-from areal_jax.trainer.forward import Forward, FrozenPolicy
+from areal_jax.trainer.forward import Forward
+from areal_jax.trainer.frozen import FrozenPolicy
 from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.step import TrainableModel
 

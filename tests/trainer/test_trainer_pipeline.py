@@ -25,7 +25,8 @@ from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.records import Sample
 from areal_jax.rl.config import GAE, KLInReward, Reference, Teacher
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.forward import Forward, FrozenPolicy
+from areal_jax.trainer.forward import Forward
+from areal_jax.trainer.frozen import FrozenPolicy
 from areal_jax.trainer.pipeline import (
     PackedRollouts,
     SampleLimits,

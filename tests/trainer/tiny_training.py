@@ -18,7 +18,8 @@ from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.records import NO_VERSION, Group, Sample, StepResult, Task
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import critic_learner
-from areal_jax.trainer.forward import FrozenPolicy
+from areal_jax.trainer.distillation import TeacherInput
+from areal_jax.trainer.frozen import ReadOnlyPolicy
 from areal_jax.trainer.objective import policy_learner
 from areal_jax.trainer.pipeline import SampleLimits
 from areal_jax.trainer.ppo import Trainer
@@ -87,14 +88,18 @@ def make_trainer(
     max_new_tokens: int = ROW_TOKENS - PROMPT_TOKENS,
     num_updates: int = 100,
     critic: Params | None = None,
-    **frozen: FrozenPolicy,
+    reference: ReadOnlyPolicy | None = None,
+    teacher: ReadOnlyPolicy | None = None,
+    teacher_input: TeacherInput | None = None,
 ) -> Trainer:
     """Return a trainer of the tiny policy.
 
     Args:
         given: Its parameters; by default random.
         critic: Parameters of `SCALAR`.
-        frozen: reference or teacher.
+        reference: What the settings name.
+        teacher: What the settings name.
+        teacher_input: How it reads.
     """
     model = TrainableModel(
         policy=POLICY,
@@ -111,9 +116,13 @@ def make_trainer(
     return Trainer(
         config=config,
         limits=SampleLimits(max_staleness=2, max_new_tokens=max_new_tokens),
-        policy=policy_learner(config, model, num_updates),
+        policy=policy_learner(
+            config, model, num_updates, teacher_input and teacher_input.vocabulary
+        ),
         critic=values,
-        **frozen,
+        reference=reference,
+        teacher=teacher,
+        teacher_input=teacher_input,
     )
 
 
