@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import PIL
 import pytest
 from PIL import Image
 from sampled_images import sample_image
@@ -25,11 +26,12 @@ FIXTURE = Path(__file__).parent.parent / "parity_vision" / "images.json"
 def test_patches_equal_those_of_transformers_bit_for_bit() -> None:
     records = json.loads(FIXTURE.read_text())
     assert len({record["mode"] for record in records}) == 7
+    pillow = "13" if int(PIL.__version__.split(".")[0]) >= 13 else "11"
     for record in records:
         image = sample_image(record["seed"], record["mode"], *record["size"])
         patches, grid = ImageProcessor.from_hf(record["settings"], "a test")(image)
         assert [1, *grid] == record["grid"], record
-        assert hashlib.sha256(patches.tobytes()).hexdigest() == record["sha256"], record
+        assert hashlib.sha256(patches.tobytes()).hexdigest() == record["sha256"][pillow]
 
 
 def test_sizes_keep_to_the_bounds_and_the_ratio() -> None:
