@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32, Shaped
 
 from areal_jax.engine.batch import SLOT
-from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.decoder import Params, Policy, is_stacked
 from areal_jax.models.moe import ROUTER
 from areal_jax.models.paged_attention import PagedKernel, Pages
 
@@ -106,7 +106,10 @@ def lay_out_params(policy: Policy, params: Params, compute_dtype: DTypeLike) -> 
     """
 
     def narrowed(path: tuple[Any, ...], leaf: Array) -> Array:
-        is_wide = leaf.ndim == 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
+        names = tuple(each.key for each in path if isinstance(each, jax.tree_util.DictKey))
+        # Layers of a vision tower stay stacked.
+        is_vector = leaf.ndim - (names[0] == "vision" and is_stacked(names)) == 1
+        is_wide = is_vector or path[-1] == jax.tree_util.DictKey(ROUTER)
         return leaf if is_wide else leaf.astype(compute_dtype)
 
     return jax.tree.map_with_path(narrowed, policy.unstack(params))

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from areal_jax.models import rope
 from areal_jax.models.config_keys import Family, check_keys, rules
 from areal_jax.models.traits import TRAITS, Traits, Windows
+from areal_jax.models.vision.config import VisionConfig, join_config, split_config
 
 Readout = Literal["CausalLM", "TokenClassification", "SequenceClassification"]
 """Output head, as named by transformers. CausalLM: logits of the vocabulary. TokenClassification:
@@ -76,6 +77,12 @@ class ModelConfig:
     """
     moe: MoEConfig | None = None
     """Experts that replace the MLP of every layer."""
+    vision: VisionConfig | None = None
+    """Tower that reads images."""
+    mrope_section: tuple[int, ...] = ()
+    """Frequencies of RoPE that rotate by the time, row and column of a token of an image, in this
+    order; interleaved in Qwen3-VL. Empty: all rotate by the position.
+    """
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
@@ -102,6 +109,11 @@ class ModelConfig:
         architecture, readout = _read_architecture(config, source)
         family = TRAITS[architecture]
         what = _with_readout(architecture, readout)
+        vision, section = None, ()
+        if family.vision is not None:
+            config, vision, section = split_config(
+                config, family.vision, family.model_type, ignored_keys, source
+            )
         check_keys(
             config, rules(architecture, is_scalar=readout != "CausalLM"), ignored_keys, source, what
         )
@@ -128,6 +140,16 @@ class ModelConfig:
                 f"{source}: expected num_attention_heads to be a multiple of num_key_value_heads "
                 f"and head_dim to be even, found num_attention_heads={num_heads}, "
                 f"num_key_value_heads={num_kv_heads}, head_dim={head_dim}"
+            )
+        if vision is not None and vision.out_hidden_size != hidden_size:
+            raise ValueError(
+                f"{source}: expected out_hidden_size in vision_config to equal hidden_size="
+                f"{hidden_size}, found {vision.out_hidden_size}"
+            )
+        if section and sum(section) != head_dim // 2:
+            raise ValueError(
+                f"{source}: expected mrope_section with a sum of head_dim / 2 = {head_dim // 2}, "
+                f"found {list(section)}"
             )
         max_position_embeddings = _read_count(config, "max_position_embeddings", source)
         windows = _read_sliding_windows(config, architecture, source)
@@ -160,6 +182,8 @@ class ModelConfig:
             bos_token_id=_read_token(config, "bos_token_id", source),
             eos_token_id=_read_tokens(config, "eos_token_id", source),
             pad_token_id=_read_token(config, "pad_token_id", source),
+            vision=vision,
+            mrope_section=section,
             readout=readout,
             ignored_keys=tuple(sorted(set(ignored_keys) & config.keys())),
         )
@@ -173,13 +197,15 @@ class ModelConfig:
         """
         written = self._to_hf()
         if original is None:
-            return written
+            return self._with_vision(written)
         if original.get("quantization_config") is not None:
             # The written weights are not quantized.
             original = {k: v for k, v in original.items() if k != "quantization_config"}
         before = ModelConfig.from_hf(original, "config.json", self.ignored_keys)
         if replace(before, ignored_keys=self.ignored_keys) == self:
             return dict(original)
+        if self.vision is not None:
+            return self._with_vision(written)
         unchanged = before._to_hf()
         changed = {
             name: value
@@ -237,6 +263,11 @@ class ModelConfig:
             written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return written
 
+    def _with_vision(self, written: dict[str, Any]) -> dict[str, Any]:
+        if self.vision is None:
+            return written
+        return join_config(written, self.vision, self.mrope_section)
+
     def _rope_to_hf(self) -> dict[str, Any]:
         share = 1.0 if self.rotary_dim is None else self.rotary_dim / self.head_dim
         if "rope_parameters" in self.traits.defaults and self.rope_scaling is None:
@@ -289,7 +320,8 @@ class ModelConfig:
             head = width + (self.readout == "TokenClassification")
         else:
             head = 0 if self.tie_word_embeddings else self.vocab_size * width
-        return self.vocab_size * width + self.num_hidden_layers * layer + width + head
+        tower = 0 if self.vision is None else self.vision.num_params
+        return self.vocab_size * width + self.num_hidden_layers * layer + width + head + tower
 
     @property
     def matmul_params(self) -> int:

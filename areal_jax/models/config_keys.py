@@ -247,6 +247,13 @@ FAMILY_KEYS: Final[dict[Family, Mapping[str, Rule]]] = {
         "swiglu_limit": Only((7.0,)),
         "swiglu_alpha": Only((1.702,)),
     },
+    # Keys of their language models; those of towers are in models/vision/config.py.
+    "Qwen2_5_VLForConditionalGeneration": {
+        "attention_bias": Only((True,)),
+        "use_sliding_window": Only((False, None)),
+        **dict.fromkeys(("sliding_window", "max_window_layers"), "harmless"),
+    },
+    "Qwen3VLForConditionalGeneration": {},
     "Qwen2MoeForCausalLM": {
         **_WINDOWS,
         **_EXPERTS,

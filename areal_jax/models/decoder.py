@@ -29,6 +29,7 @@ from areal_jax.models.blocked_attention import ATTENDED
 from areal_jax.models.config import LoRA, Remat
 from areal_jax.models.moe import ROUTER, Experts, MoE, Routing, local_experts
 from areal_jax.models.traits import Activation, Traits
+from areal_jax.models.vision.tower import ImageFeatures, ImageInputs, VisionTower
 from areal_jax.parallel.fsdp import ShardedMatrix, sharded_lookup, sharded_product
 
 Params: TypeAlias = dict[str, Any]
@@ -100,15 +101,22 @@ class Policy:
                 f"({config.readout}), which an adapter cannot train; leave out policy.lora and "
                 "policy.adapter"
             )
+        if config.vision is not None and (lora is not None or config.is_scalar):
+            raise ValueError(
+                f"expected {config.architecture} without adapter and without scalar head, which "
+                "are not supported for policies that read images; leave out policy.lora, "
+                "policy.adapter and a critic of this family"
+            )
         self.config, self.lora = config, lora
         decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
         self._layer = nnx.graphdef(decoder.layers)
+        self._tower: Any = nnx.graphdef(decoder.vision) if config.vision else None
         state = nnx.state(decoder)
         self._abstract = nnx.to_pure_dict(state)
         axes = {path: variable.get_metadata("axes") for path, variable in nnx.to_flat_state(state)}
         self._axes = traverse_util.unflatten_dict(
             {
-                path: ("layers", *names) if path[0] == "layers" else names
+                path: ("layers", *names) if is_stacked(path) else names
                 for path, names in axes.items()
             }
         )
@@ -126,7 +134,7 @@ class Policy:
         self,
         params: Params,
         tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
+        positions: Int[Array, "B T ..."],
         attend: Attend,
         cache: Any = None,
         *,
@@ -137,6 +145,7 @@ class Policy:
         counted: Bool[Array, "B T"] | None = None,
         replay: Shaped[Array, "B T L k"] | None = None,
         records_experts: bool = False,
+        images: ImageFeatures | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
         """Compute the final hidden states, after the last norm.
 
@@ -146,7 +155,8 @@ class Policy:
             params: parameters with stacked layers, or with `unroll` also as returned by `unstack`;
                 a matrix of a layer may be `Adapted`.
             tokens: token ids.
-            positions: position of each token in its own sequence, for RoPE.
+            positions: position of each token in its own sequence, for RoPE; of images [B, T, 3]
+                with time, row and column.
             attend: attention.
             cache: state of `attend`: None, stacked [L, ...], or with `unroll` a tuple of L caches.
             compute_dtype: dtype of activations and matrix products; norms, RoPE and softmax are
@@ -158,6 +168,7 @@ class Policy:
             counted: mask of the tokens whose routing is summed; None for no sums.
             replay: recorded experts of each token in each layer; see `MoE`.
             records_experts: whether the routing contains the experts of every token.
+            images: result of `encode_images`, which replaces the embeddings of tokens.
 
         Returns:
             Hidden states, the cache returned by `attend`, and the routing by layer (None without
@@ -169,10 +180,10 @@ class Policy:
 
         def run_layer(
             x: Array,
-            layer_and_cache: tuple[Params, LayerCache, Array | None],
+            layer_and_cache: tuple[Params, LayerCache, Array | None, Array | None],
             window: int | None = None,
         ) -> tuple[Array, tuple[LayerCache, Routing | None]]:
-            layer, layer_cache, layer_replay = layer_and_cache
+            layer, layer_cache, layer_replay, added = layer_and_cache
             x, layer_cache, routing = nnx.merge(self._layer, layer)(
                 x,
                 angles if window is None or local_angles is None else local_angles,
@@ -184,7 +195,7 @@ class Policy:
                 layer_replay,
                 records_experts,
             )
-            return x, (layer_cache, routing)
+            return x if added is None else x + added, (layer_cache, routing)
 
         if remat != "none":
             # Inside a scan, common subexpressions cannot be merged across iterations, so barriers
@@ -197,6 +208,10 @@ class Policy:
         if config.traits.scales_embedding:
             # Rounded to the compute dtype, as transformers does.
             x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+        added = jnp.zeros((0,))
+        if images is not None:
+            features = jnp.moveaxis(images.by_token().astype(x.dtype), 2, 0)
+            x, added = jnp.where(images.slots[:, :, None] > 0, features[0], x), features[1:]
         by_layer = None if replay is None else jnp.moveaxis(replay, 2, 0)
         if unroll:
             outputs = []
@@ -204,20 +219,27 @@ class Policy:
                 layer_cache, experts_of_layer = (
                     None if each is None else each[i] for each in (cache, by_layer)
                 )
-                x, output = run_layer(x, (layer, layer_cache, experts_of_layer), windows[i])
+                own = added[i] if i < len(added) else None
+                x, output = run_layer(x, (layer, layer_cache, experts_of_layer, own), windows[i])
                 outputs.append(output)
             cache, routings = zip(*outputs, strict=True)
             routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
         else:
-            # One scan for each run of layers with the same window, which is static in kernels.
-            runs = [(window, len(list(run))) for window, run in itertools.groupby(windows)]
+            # One scan for each run of layers with the same window, which is static in kernels, and
+            # one for those to which features of images are added.
+            kinds = [(window, i < len(added)) for i, window in enumerate(windows)]
+            runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
             parts, start = [], 0
-            for window, length in runs:
+            for (window, is_added), length in runs:
                 part = params["layers"], cache, by_layer
                 if len(runs) > 1:
                     part = jax.tree.map(lambda leaf, i=start, j=start + length: leaf[i:j], part)
+                layers, own_cache, own_replay = part
+                own = added[start : start + length] if is_added else None
                 x, part = jax.lax.scan(
-                    lambda x, xs, window=window: run_layer(x, xs, window), x, part
+                    lambda x, xs, window=window: run_layer(x, xs, window),
+                    x,
+                    (layers, own_cache, own_replay, own),
                 )
                 parts.append(part)
                 start += length
@@ -228,6 +250,25 @@ class Policy:
             )
         x = _rms_norm(x, params["norm"], config.rms_norm_eps, config.traits.norm_offset)
         return x, cache, routing
+
+    def encode_images(
+        self,
+        params: Params,
+        images: ImageInputs,
+        *,
+        compute_dtype: DTypeLike,
+        remat: Remat = "none",
+    ) -> ImageFeatures:
+        """Compute the embeddings of images, for `hidden`.
+
+        Args:
+            params: parameters.
+            images: images of the rows.
+            compute_dtype: as in `hidden`.
+            remat: as in `hidden`; anything but none recomputes every block of the tower.
+        """
+        tower = nnx.merge(self._tower, params["vision"])
+        return tower(images, compute_dtype=compute_dtype, is_rematerialized=remat != "none")
 
     def unstack(self, params: Params) -> Params:
         """Return the parameters with `layers` as a tuple of L dicts, for `hidden` with `unroll`.
@@ -283,6 +324,11 @@ class Policy:
         )
 
 
+def is_stacked(path: tuple[Any, ...]) -> bool:
+    """Whether the parameter at this path has a leading dimension for the layers."""
+    return path[0] == "layers" or path[:2] in (("vision", "blocks"), ("vision", "deep_mergers"))
+
+
 def _is_kernel(primitive: Any, *_: Any, **settings: Any) -> bool:
     """Whether this is jax's GPU kernel: its residuals have no checkpoint name, and it is inside a
     custom_vjp_call.
@@ -323,6 +369,8 @@ class Decoder(nnx.Module):
                 self.value_bias = nnx.Param(jnp.zeros(1), axes=())
         elif not config.tie_word_embeddings:
             self.head = nnx.Param(_normal(head_key, table[::-1], 0.02), axes=("embed", "vocab"))
+        if config.vision is not None:
+            self.vision = VisionTower(config.vision, jax.random.fold_in(key, 0))
 
 
 class Layer(nnx.Module):
@@ -552,19 +600,26 @@ def _rms_norm(
 
 
 def _angles(
-    config: ModelConfig, positions: Int[Array, "B T"]
+    config: ModelConfig, positions: Int[Array, "B T ..."]
 ) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
     """Compute cos and sin of position · frequency, times the attention factor of YaRN."""
     size = config.rotary_dim or config.head_dim
     frequencies = rope.frequencies(size, config.rope_theta, config.rope_scaling)
     # Angles stay in float32: bfloat16 rounds position 257 to 256.
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
+    if positions.ndim == 2:
+        positions = positions[:, :, None, None]
+    else:
+        # Each frequency rotates by one of the three positions.
+        is_interleaved = config.traits.vision == "qwen3_vl"
+        axes = rope.mrope_axes(config.mrope_section, len(frequencies), is_interleaved)
+        positions = positions[:, :, None, axes]
+    angles = positions.astype(jnp.float32) * frequencies.astype(np.float32)
     cos, sin, factor = jnp.cos(angles), jnp.sin(angles), rope.attention_factor(config.rope_scaling)
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def _local_angles(
-    config: ModelConfig, positions: Int[Array, "B T"]
+    config: ModelConfig, positions: Int[Array, "B T ..."]
 ) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]] | None:
     """Compute cos and sin for layers with a window; None: as for other layers."""
     if config.local_rope_theta is None:

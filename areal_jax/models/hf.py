@@ -33,6 +33,7 @@ from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import ADAPTER_CONFIG
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.mxfp4 import find_quantized
+from areal_jax.models.vision.tensor_names import TOWER_TENSORS
 from areal_jax.parallel.sharding import fetch, put
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -51,6 +52,10 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
     "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
 )
 """Files that `save` copies with the weights, so that other tools can use the policy."""
 
@@ -73,6 +78,8 @@ class _Entry(NamedTuple):
     """Number of leading input dimensions of a matrix, which is [outputs, inputs] in the file; 0:
     the layouts are the same.
     """
+    is_reversed: bool = False
+    """Whether the file has all dimensions in the opposite order."""
 
 
 _ENTRIES: dict[tuple[str, ...], _Entry] = {
@@ -125,6 +132,7 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
     ("layers", "mlp", "gate_bias"): _Entry("model.layers.{}.mlp.gate_proj.bias", 0),
     ("layers", "mlp", "up_bias"): _Entry("model.layers.{}.mlp.up_proj.bias", 0),
     ("layers", "mlp", "down_bias"): _Entry("model.layers.{}.mlp.down_proj.bias", 0),
+    **{path: _Entry(*tensor) for path, tensor in TOWER_TENSORS.items()},
 }
 
 _SCALAR_HEAD = {("value",), ("value_bias",)}
@@ -415,9 +423,11 @@ def _own_tensors(
         num_inputs = 0
     leaf_shape = leaf.shape[num_stacked:]
     shape = leaf_shape
-    if num_inputs:
+    if entry.is_reversed:
+        shape = leaf_shape[::-1]
+    elif num_inputs:
         shape = math.prod(leaf_shape[num_inputs:]), math.prod(leaf_shape[:num_inputs])
-    elif path[1:2] == ("attn",) and path[-1].endswith("_bias"):
+    elif "attn" in path[:-1] and path[-1].endswith("_bias"):
         shape = (math.prod(leaf_shape),)
     for index in np.ndindex(leaf.shape[:num_stacked]):
         yield _Tensor(name.format(*index), shape, index, num_inputs, leaf_shape)

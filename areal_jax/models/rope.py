@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,26 @@ def from_hf(config: Mapping[str, Any], source: str, *, by_window: bool = False) 
     return Rotary(
         float(theta), scaling, factor, None if local_theta is None else float(local_theta)
     )
+
+
+def mrope_axes(
+    section: tuple[int, ...], num_frequencies: int, is_interleaved: bool
+) -> Int[np.ndarray, "H"]:
+    """Return by which position each frequency rotates: 0 time, 1 row, 2 column (M-RoPE,
+    arXiv:2409.12191).
+
+    Args:
+        section: number of frequencies of each position.
+        num_frequencies: number of frequencies.
+        is_interleaved: whether positions alternate, as long as each has frequencies left, instead
+            of following each other.
+    """
+    if not is_interleaved:
+        return np.repeat(np.arange(3), section)
+    axes = np.zeros(num_frequencies, int)
+    for axis in (1, 2):
+        axes[axis : 3 * section[axis] : 3] = axis
+    return axes
 
 
 def _is_base(value: object) -> bool:

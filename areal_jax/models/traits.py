@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from areal_jax.models.vision.config import VisionKind
+from areal_jax.models.vision.tensor_names import QWEN3_VL_NAMES
+
 Activation: TypeAlias = Literal["silu", "gelu_tanh", "clipped_swish"]
 """silu: silu(gate) · up. gelu_tanh: gelu(gate) · up, with the approximation by tanh. clipped_swish:
 gate · sigmoid(1.702 · gate) · (up + 1), with gate of at most 7 and up within -7 and 7."""
@@ -59,6 +62,8 @@ class Traits(NamedTuple):
     scales_rope: bool = True
     """Whether transformers reads RoPE scalings as for other families."""
     windows: Windows | None = None
+    vision: VisionKind | None = None
+    """Vision tower, whose images have positions of their own in RoPE (M-RoPE)."""
     is_moe: bool = False
     has_expert_biases: bool = False
     """Whether router and experts have biases."""
@@ -204,6 +209,20 @@ TRAITS: dict[str, Traits] = {
         windows=Windows(period=2, limit="below"),
         is_moe=True,
         not_null=("head_dim", "num_key_value_heads"),
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Traits(
+        "qwen2_5_vl",
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        qkv_bias=True,
+        has_output_bias=False,
+        vision="qwen2_5_vl",
+    ),
+    "Qwen3VLForConditionalGeneration": Traits(
+        "qwen3_vl",
+        {"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5},
+        qk_norm=True,
+        vision="qwen3_vl",
+        tensor_names=QWEN3_VL_NAMES,
     ),
     "GptOssForCausalLM": Traits(
         "gpt_oss",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,22 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+VISION: dict[str, Any] = {
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 8,
+        "patch_size": 2,
+        "out_hidden_size": 16,
+    },
+    "image_token_id": 30,
+    "video_token_id": 31,
+    "vision_start_token_id": 32,
+    "vision_end_token_id": 33,
+    "head_dim": 4,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [0, 1, 1]},
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 FAMILY: dict[str, Mapping[str, object]] = {
     "Qwen3MoeForCausalLM": EXPERTS,
@@ -32,6 +49,13 @@ FAMILY: dict[str, Mapping[str, object]] = {
     "Gemma3ForCausalLM": {"head_dim": 4, "sliding_window": 3, "sliding_window_pattern": 3},
     "Olmo3ForCausalLM": {"sliding_window": 3},
     "Qwen2MoeForCausalLM": EXPERTS | {"shared_expert_intermediate_size": 8},
+    "Qwen2_5_VLForConditionalGeneration": VISION
+    | {"vision_config": VISION["vision_config"] | {"window_size": 8, "fullatt_block_indexes": [1]}},
+    "Qwen3VLForConditionalGeneration": VISION
+    | {
+        "vision_config": VISION["vision_config"]
+        | {"num_position_embeddings": 9, "deepstack_visual_indexes": [0]}
+    },
     "GptOssForCausalLM": {
         "head_dim": 4,
         "num_local_experts": 4,
