@@ -18,7 +18,8 @@ from areal_jax.api.run_folders import (
 )
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
-from areal_jax.cluster.environment import prepare, set_variables
+from areal_jax.cluster.config import Local
+from areal_jax.cluster.environment import NO_COMPILATION_CACHE, prepare, set_variables
 from areal_jax.cluster.signals import Interrupted, Stopped
 from areal_jax.config.experiment import AnyExperiment
 from areal_jax.config.load import CONFIG_FILE, read_config, source_of
@@ -133,19 +134,34 @@ def _train(
     return result
 
 
-def plan_run(experiment: AnyExperiment) -> Plan:
+def plan_run(experiment: AnyExperiment, executables: Path | None = None) -> Plan:
     """Prepare this process for an experiment, and make the plan of its run.
+
+    Args:
+        executables: folder of compiled programs to load, and to save others in.
 
     Raises:
         ConfigError: an input is missing or does not fit, or jax is already imported with settings
             that do not fit.
     """
+    if executables is not None and not isinstance(experiment.launch, Local):
+        raise ConfigError(
+            f"--save-executables={executables} is for runs in one process, found launch=ray; set "
+            "launch=Local, or leave it out"
+        )
     # Ray and jax read these when they are first imported: imports of jax come after this.
+    if executables is not None:
+        set_variables(NO_COMPILATION_CACHE, "jax")
     set_variables(experiment.launch.environment_variables(os.environ), "ray")
     prepare(experiment.launch.resolve_placement(experiment.placement))
     from areal_jax.run.make_plan import make_plan
 
-    plan = make_plan(experiment)
+    if executables is None:
+        plan = make_plan(experiment)
+    else:
+        from areal_jax.parallel.executables import ExecutableFolder
+
+        plan = make_plan(experiment, compiler=ExecutableFolder(executables))
     for warning in plan.warnings:
         warn(warning)
     return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import chz
@@ -25,13 +26,20 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 
-def compile_for(experiment: AnyExperiment, topology: str, *, compiles_all: bool = False) -> int:
+def compile_for(
+    experiment: AnyExperiment,
+    topology: str,
+    *,
+    compiles_all: bool = False,
+    executables: Path | None = None,
+) -> int:
     """Compile the programs of an experiment for a topology, and print the table.
 
     Args:
         experiment: settings of the run.
         topology: see `topologies.compile_only_devices`.
         compiles_all: every program of the engine, not only the largest of each kind.
+        executables: folder to save the compiled programs in.
 
     Returns:
         Exit status: 1 where a program does not fit the devices' memory.
@@ -43,6 +51,8 @@ def compile_for(experiment: AnyExperiment, topology: str, *, compiles_all: bool 
     # jax reads its flags when it is first imported.
     set_variables(COMPILE_ONLY, "jax")
     prepare(PlacementConfig())
+    from areal_jax.parallel.compilation import compile_lowered
+    from areal_jax.parallel.executables import ExecutableFolder
     from areal_jax.parallel.topologies import compile_only_devices
     from areal_jax.run.compile_report import compile_run
     from areal_jax.run.make_plan import make_plan
@@ -50,7 +60,8 @@ def compile_for(experiment: AnyExperiment, topology: str, *, compiles_all: bool 
     with config_errors("--compile-for"):
         devices = compile_only_devices(topology)
     placement = chz.replace(experiment.placement, simulated_devices=None)
-    plan = make_plan(chz.replace(experiment, placement=placement), devices)
+    compiler = compile_lowered if executables is None else ExecutableFolder(executables)
+    plan = make_plan(chz.replace(experiment, placement=placement), devices, compiler)
     console = Console(highlight=False)
     start_s = time.monotonic()
     progress = ProgressDisplay(f"compiling {experiment.name} for {topology}: {plan.devices}", 0)
@@ -82,7 +93,10 @@ def compile_for(experiment: AnyExperiment, topology: str, *, compiles_all: bool 
             )
     finally:
         progress.close()
-    return show_report(report, console)
+    status = show_report(report, console)
+    if isinstance(compiler, ExecutableFolder):
+        console.print(f"{compiler.num_saved} executables saved in {executables}")
+    return status
 
 
 def show_report(report: CompileReport, console: Console) -> int:

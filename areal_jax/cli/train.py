@@ -62,8 +62,8 @@ Train the policy of an experiment. Metrics, samples and checkpoints are written 
   --run-folder=DIR      folder to write; default: {RUNS_FOLDER}/NAME-TIME
   --resume[=DIR]        resume the run in DIR, or the newest run (of NAME, if --exp is given)
   --dry-run             print settings, devices, meshes and memory, and train nothing
-  --compile-for=SLICE   compile for a TPU slice that is not there, such as 2xv5p:4x4x4, and print
-                        memory, collectives and bounds; --compile-all: smaller programs too
+  --compile-for=SLICE   compile for a TPU slice that is not there, as 2xv5p:4x4x4; --compile-all:
+                        all programs; --save-executables=DIR: keep programs, load what matches
   --replay=RUN          train again on the recorded rollouts of a run; --until=N: to version N
   --preflight           try right, wrong and cheating answers, from prompt to one update
 """
@@ -116,13 +116,18 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
     if run_folder is not None:
         interruption.advice = partial(resume_advice, run_folder)
     if command.compile_for:
-        return compile_for(experiment, command.compile_for, compiles_all=command.compile_all)
+        return compile_for(
+            experiment,
+            command.compile_for,
+            compiles_all=command.compile_all,
+            executables=command.save_executables,
+        )
     if command.preflight:
         return preflight(experiment, command.exp)
     run_folder = run_folder or new_folder(command.run_folder, experiment.name)
     if not command.dry_run:
         show(f"areal_jax {__version__}: loading data and tokenizer of {experiment.name}")
-    plan = plan_run(experiment)
+    plan = plan_run(experiment, command.save_executables)
     if command.dry_run:
         _show_plan(plan, run_folder)
         return 0
@@ -185,6 +190,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--preflight", action="store_true")
     parser.add_argument("--compile-for", metavar="SLICE")
     parser.add_argument("--compile-all", action="store_true")
+    parser.add_argument("--save-executables", type=Path, metavar="DIR")
     # A bare --resume must not take the override that follows it for its folder.
     command = parser.parse(argv, optional=["--resume"])
     if command.resume is not None and command.config:

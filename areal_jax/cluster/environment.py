@@ -14,6 +14,10 @@ from areal_jax.parallel.config import PlacementConfig
 COMPILED_BYTES = 2 * 2**30
 """Maximum size of the cache of compiled programs, in bytes; eviction is LRU."""
 
+NO_COMPILATION_CACHE = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+"""For a process that saves executables: XLA on CPU saves none that run from programs that it has
+read from jax's own cache."""
+
 COMPILE_ONLY = {
     "JAX_PLATFORMS": "cpu",
     # Else libtpu asks the metadata server of a TPU machine for its topology.

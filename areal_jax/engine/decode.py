@@ -46,7 +46,13 @@ from areal_jax.engine.decode_state import (
     unpack_experts,
 )
 from areal_jax.models.decoder import Params, Policy
-from areal_jax.parallel.compilation import OnProgram, Program, compile_programs
+from areal_jax.parallel.compilation import (
+    Compiler,
+    OnProgram,
+    Program,
+    compile_lowered,
+    compile_programs,
+)
 
 
 class DecodeEngine:
@@ -66,10 +72,11 @@ class DecodeEngine:
         config: EngineConfig,
         compute_dtype: DTypeLike,
         reader: Reader | None = None,
+        compiler: Compiler = compile_lowered,
     ):
-        """Arguments and errors as of `DecodeShapes`."""
+        """Arguments and errors as of `DecodeShapes`; `compiler` compiles the programs."""
         self.shapes = shapes = DecodeShapes(policy, mesh, config, compute_dtype, reader)
-        self.programs = DecodePrograms(shapes)
+        self.programs = DecodePrograms(shapes, compiler)
         self.policy, self.mesh, self.config = policy, mesh, config
         self.compute_dtype, self.kv_dtype = shapes.compute_dtype, shapes.kv_dtype
         self.max_tokens = config.max_tokens

@@ -21,6 +21,7 @@ from areal_jax.engine.decode_state import EngineParams
 from areal_jax.engine.decode_step import generate
 from areal_jax.engine.decode_view import insert_pages, resize
 from areal_jax.engine.prefill import copy_pages, extend, prefill
+from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.sharding import on_shards
 
 
@@ -32,12 +33,13 @@ class DecodePrograms:
         compile_s: Time spent on compiling so far, in seconds.
     """
 
-    def __init__(self, shapes: DecodeShapes):
+    def __init__(self, shapes: DecodeShapes, compiler: Compiler = compile_lowered):
         """
         Args:
             shapes: Policy, mesh and sizes.
+            compiler: Compiles a program.
         """
-        self._shapes = shapes
+        self._shapes, self._compiler = shapes, compiler
         self.compiled: dict[tuple[str | int, ...], jax.stages.Compiled] = {}
         self.compile_s = 0.0
 
@@ -46,7 +48,7 @@ class DecodePrograms:
         key = (verb, *shape)
         if key not in self.compiled:
             start_s = time.perf_counter()
-            self.compiled[key] = self.lower(verb, *shape).compile()
+            self.compiled[key] = self._compiler(self.lower(verb, *shape), self._shapes.mesh)
             self.compile_s += time.perf_counter() - start_s
         return self.compiled[key]
 

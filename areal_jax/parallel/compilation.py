@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
+from jax.sharding import Mesh
 
 Program = tuple[str, Callable[[], jax.stages.Compiled]]
 """Name of a program, and what compiles it, or returns it where it is compiled already."""
 
 OnProgram = Callable[[str, int, int], None]
 """Receives the name of the program that is compiled next, its number from 1, and their number."""
+
+
+Compiler = Callable[[jax.stages.Lowered, Mesh], jax.stages.Compiled]
+"""Compiles a lowered program for the devices of a mesh, or finds it compiled."""
+
+
+def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
+    """Compile a program: the default `Compiler`."""
+    del mesh
+    return lowered.compile()
 
 
 def compile_programs(programs: Sequence[Program], on_program: OnProgram | None) -> None:

@@ -114,7 +114,7 @@ def best_split(plan: Plan, generate_s: float, train_s: float) -> Plan:
     num_devices, refusals = plan.train_mesh.size + plan.rollout_mesh.size, list[ConfigError]()
     for rollout in rank_splits(num_devices, generate_s, train_s):
         try:
-            return make_plan(split_at(plan, rollout, num_devices - rollout))
+            return make_plan(split_at(plan, rollout, num_devices - rollout), compiler=plan.compiler)
         except ConfigError as refusal:
             refusals.append(refusal)
     raise ConfigError(

@@ -248,7 +248,13 @@ def training_flops(model: ModelConfig, rows: int, row_tokens: int) -> float:
 def _on_own_slices(plan: Plan) -> Plan:
     """Return the plan with each mesh on a slice of its own."""
     engines = tuple(
-        DecodeEngine(each.policy, on_own_slice(each.mesh), each.config, each.compute_dtype)
+        DecodeEngine(
+            each.policy,
+            on_own_slice(each.mesh),
+            each.config,
+            each.compute_dtype,
+            compiler=plan.compiler,
+        )
         for each in plan.engines[:1]
     )
     return replace(

@@ -6,12 +6,11 @@ Missing or contradictory input is refused here, before any device is busy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 import chz
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from areal_jax.config.checks import require_objects
@@ -25,7 +24,7 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models.architecture import Readout
-from areal_jax.models.decoder import Policy
+from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import (
     Meshes,
@@ -46,12 +45,17 @@ from areal_jax.run.prompt_limits import limit_prompts
 from areal_jax.trainer.forward import check_row_shards
 
 
-def make_plan(experiment: AnyExperiment, devices: Sequence[jax.Device] | None = None) -> Plan:
+def make_plan(
+    experiment: AnyExperiment,
+    devices: Sequence[jax.Device] | None = None,
+    compiler: Compiler = compile_lowered,
+) -> Plan:
     """Find policy and data, and cut the meshes.
 
     Args:
         experiment: settings of the run.
         devices: devices to cut the meshes from; None for all.
+        compiler: compiles the programs of trainer and engines.
 
     Raises:
         ConfigError: one of them is missing, or does not fit the others.
@@ -67,10 +71,10 @@ def make_plan(experiment: AnyExperiment, devices: Sequence[jax.Device] | None = 
         eval_tasks=eval_tasks.tasks[:num_tasks] if eval_tasks.tasks else (),
     )
     experiment = limited.experiment
-    training = make_training_plan(experiment, meshes.train)
+    training = replace(make_training_plan(experiment, meshes.train), compiler=compiler)
     with config_errors():
         examples, eval_examples = find_examples(experiment, training)
-        engines = _make_engines(experiment, training.policy, meshes, training.compute_dtype)
+        engines = _make_engines(experiment, meshes, training)
     plan = Plan(
         **{each.name: getattr(training, each.name) for each in fields(training)},
         tasks=tasks,
@@ -161,7 +165,7 @@ def find_examples(
 
 
 def _make_engines(
-    experiment: AnyExperiment, policy: Policy, meshes: Meshes, dtype: jnp.dtype
+    experiment: AnyExperiment, meshes: Meshes, training: TrainingPlan
 ) -> tuple[DecodeEngine, ...]:
     count = experiment.placement.engines if decodes(experiment) else 1
     num_slots = experiment.engine.num_slots
@@ -176,7 +180,10 @@ def _make_engines(
         kv_tokens=experiment.engine.kv_tokens // count,
     )
     return tuple(
-        DecodeEngine(policy, mesh, config, dtype) for mesh in engine_meshes(meshes.rollout, count)
+        DecodeEngine(
+            training.policy, mesh, config, training.compute_dtype, compiler=training.compiler
+        )
+        for mesh in engine_meshes(meshes.rollout, count)
     )
 
 

@@ -95,6 +95,7 @@ def _forward(plan: TrainingPlan, policy: Policy, row_tokens: int) -> Forward:
         plan.compute_dtype,
         temperature=sampling_temperature(plan),
         row_tokens=row_tokens,
+        compiler=plan.compiler,
     )
 
 
@@ -110,6 +111,7 @@ def trainable_model(plan: TrainingPlan, params: Params, base: Params | None) -> 
         base=base,
         replays_router=isinstance(plan.experiment, Experiment)
         and plan.experiment.engine.router_replay,
+        compiler=plan.compiler,
     )
 
 
@@ -193,6 +195,7 @@ def initial_critic(plan: TrainingPlan, *, shapes_only: bool = False) -> Trainabl
         mesh=plan.train_mesh,
         compute_dtype=plan.compute_dtype,
         row_tokens=plan.row_tokens,
+        compiler=plan.compiler,
     )
 
 

@@ -19,6 +19,7 @@ from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
 from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import Routing, ids_dtype, sharded_experts
+from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.fsdp import FullySharded, ShardedMatrix, fully_sharded
 from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, sharding
 from areal_jax.rl.distillation import TeacherTargets
@@ -131,6 +132,7 @@ class Forward:
         temperature: float,
         row_tokens: int,
         replays_router: bool = False,
+        compiler: Compiler = compile_lowered,
     ):
         """
         Args:
@@ -142,6 +144,7 @@ class Forward:
             row_tokens: Length of a row, in tokens.
             replays_router: Whether tokens go to the recorded experts of a batch (R3,
                 arXiv:2510.11370); otherwise a batch's experts are not read.
+            compiler: Compiles this program and those that it is traced into.
 
         Raises:
             ValueError: The mesh's context axis does not divide rows or heads.
@@ -149,7 +152,7 @@ class Forward:
         check_row_shards(policy, mesh, row_tokens)
         self.policy, self.mesh, self.compute_dtype = policy, mesh, compute_dtype
         self.temperature, self.row_tokens = temperature, row_tokens
-        self.replays_router = replays_router
+        self.replays_router, self.compiler = replays_router, compiler
         self.remat: Remat = config.remat
         self.learns_entropy = config.entropy_coef != 0.0
         self.kernel: Kernel = choose_kernel(mesh.devices.flat[0].platform, row_tokens)
@@ -227,7 +230,7 @@ class Forward:
             )
             function = partial(self._top_predictions, num_top) if num_top else self._logprobs
             jitted = jax.jit(function, out_shardings=self.placed)
-            self._programs[num_top] = jitted.lower(params, base, inputs).compile()
+            self._programs[num_top] = self.compiler(jitted.lower(params, base, inputs), self.mesh)
         return self._programs[num_top]
 
     def _logprobs(self, params: Params, base: Params, inputs: ModelInputs) -> Float[Array, "B T"]:

@@ -125,7 +125,7 @@ class UpdatePrograms:
     def compiled(self, name: str) -> jax.stages.Compiled:
         """Return the program `init`, `zeros`, `accumulate`, `measure` or `apply`, compiled."""
         if name not in self._compiled:
-            self._compiled[name] = self._lower(name).compile()
+            self._compiled[name] = self._forward.compiler(self._lower(name), self._forward.mesh)
         return self._compiled[name]
 
     def abstract_state(self) -> tuple[Params, optax.OptState]:

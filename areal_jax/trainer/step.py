@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Shaped
 
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params, Policy
-from areal_jax.parallel.compilation import Program
+from areal_jax.parallel.compilation import Compiler, Program, compile_lowered
 from areal_jax.parallel.sharding import TRAIN_RULES, is_abstract, put, put_batch, put_copy
 from areal_jax.records import PackedBatch
 from areal_jax.trainer.config import TrainerConfig
@@ -37,6 +37,7 @@ class TrainableModel:
         row_tokens: Length of a packed row, in tokens. No sequence may be longer.
         temperature: Sampling temperature, by which logits are divided.
         replays_router: Whether tokens go to the experts that the engine has recorded.
+        compiler: Compiles the programs.
     """
 
     policy: Policy
@@ -47,6 +48,7 @@ class TrainableModel:
     temperature: float = 1.0
     base: Params | None = None
     replays_router: bool = False
+    compiler: Compiler = compile_lowered
 
 
 class Learner:
@@ -72,6 +74,7 @@ class Learner:
             temperature=model.temperature,
             row_tokens=model.row_tokens,
             replays_router=model.replays_router,
+            compiler=model.compiler,
         )
         self.rows, self.row_tokens = self.forward.rows, self.forward.row_tokens
         self.programs = UpdatePrograms(config, self.forward, objective, num_updates)

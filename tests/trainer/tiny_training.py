@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.records import NO_VERSION, Group, Sample, StepResult, Task
@@ -91,6 +92,7 @@ def make_trainer(
     reference: ReadOnlyPolicy | None = None,
     teacher: ReadOnlyPolicy | None = None,
     teacher_input: TeacherInput | None = None,
+    compiler: Compiler = compile_lowered,
 ) -> Trainer:
     """Return a trainer of the tiny policy.
 
@@ -100,6 +102,7 @@ def make_trainer(
         reference: What the settings name.
         teacher: What the settings name.
         teacher_input: How it reads.
+        compiler: Compiles its programs.
     """
     model = TrainableModel(
         policy=POLICY,
@@ -107,6 +110,7 @@ def make_trainer(
         mesh=mesh,
         compute_dtype=compute_dtype,
         row_tokens=row_tokens,
+        compiler=compiler,
     )
     values = None
     if critic is not None:

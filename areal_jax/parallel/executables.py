@@ -1,0 +1,172 @@
+"""Compiled programs in a folder: compiled once, on any machine, and loaded where the devices are.
+
+An executable is machine code, and jax stores it as a pickle: to load one is to run what its file
+says. A folder is therefore trusted like the code itself. Only files are loaded that belong to this
+user, that nobody else may write, and whose digest is in the record that the saving run wrote beside
+them; a digest finds damage, not forgery by somebody who can write both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.sharding import Mesh
+
+from areal_jax.errors import ConfigError
+from areal_jax.json_files import read_json
+
+PACKAGES = (
+    *("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    *("jax-cuda12-plugin", "jax-cuda12-pjrt"),
+)
+"""What compiles programs, where it is installed."""
+
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Environment variables that the compiler reads."""
+
+logger = logging.getLogger(__name__)
+
+
+class ExecutableFolder:
+    """Executables by what they were compiled from, by what, and for which devices.
+
+    Several threads may compile at the same time.
+
+    Attributes:
+        num_loaded: Programs that were loaded instead of compiled.
+        num_saved: Programs that were compiled and saved.
+    """
+
+    def __init__(self, path: Path):
+        """
+        Args:
+            path: Folder; made if it does not exist.
+
+        Raises:
+            ConfigError: It is no folder, or not this user's alone to write.
+        """
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--save-executables={path}: {error.strerror}") from None
+        if not _is_trusted(path):
+            raise ConfigError(
+                f"--save-executables={path}: expected a folder that belongs to this user and that "
+                "nobody else may write, because executables are run without further checks; "
+                "chmod go-w it, or name another folder"
+            )
+        self._path = path
+        self.num_loaded = self.num_saved = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
+        """Load a program that was saved for the same devices by the same compiler, or compile and
+        save it.
+        """
+        made_of = describe(lowered, mesh)
+        key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+        compiled = self._load(key, lowered, mesh)
+        if compiled is None:
+            compiled = lowered.compile()
+            self._save(key, compiled, made_of)
+        return compiled
+
+    def _load(
+        self, key: str, lowered: jax.stages.Lowered, mesh: Mesh
+    ) -> jax.stages.Compiled | None:
+        """Return the saved program; None where there is none that can be loaded."""
+        file, record = self._files(key)
+        devices = list(mesh.devices.flat)
+        if not (file.exists() and record.exists()) or not _can_run(devices):
+            return None
+        try:
+            for each in (file, record):
+                if not _is_trusted(each):
+                    raise ValueError(f"{each} is not this user's alone to write")
+            content = file.read_bytes()
+            if hashlib.sha256(content).hexdigest() != read_json(record).get("sha256"):
+                raise ValueError(f"{file} does not have the digest that {record.name} records")
+            compiled = deserialize_and_load(
+                content,
+                lowered.in_tree,
+                lowered.out_tree,
+                backend=devices[0].client,
+                execution_devices=devices,
+            )
+        # Whatever the runtime or the pickle raises: the program can be compiled.
+        except Exception as error:
+            logger.warning("executable not loaded, compiling instead: %s", error, exc_info=True)
+            return None
+        with self._lock:
+            self.num_loaded += 1
+        logger.info("executable loaded: %s bytes=%d", file.name, len(content))
+        return compiled
+
+    def _save(self, key: str, compiled: jax.stages.Compiled, made_of: dict[str, object]) -> None:
+        file, record = self._files(key)
+        try:
+            content, *_ = serialize(compiled)
+        # The runtime of this platform cannot, or the program closes over constants.
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
+            logger.warning("executable not saved: %s", error)
+            return
+        digest = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+        _write(file, content)
+        # The record comes last, so that there is no file without its digest.
+        _write(record, json.dumps({**digest, **made_of}, indent=1).encode())
+        with self._lock:
+            self.num_saved += 1
+        logger.info("executable saved: %s bytes=%d", file.name, len(content))
+
+    def _files(self, key: str) -> tuple[Path, Path]:
+        """Return the files of an executable and of its record."""
+        return self._path / f"{key}.executable", self._path / f"{key}.json"
+
+
+def describe(lowered: jax.stages.Lowered, mesh: Mesh) -> dict[str, object]:
+    """Return what an executable depends on: program, compiler, flags and devices."""
+    devices = mesh.devices.flat
+    return {
+        "program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "flags": {name: os.environ.get(name, "") for name in FLAGS},
+        "mesh": dict(mesh.shape),
+        "devices": [
+            [each.device_kind, each.id, each.process_index, list(getattr(each, "coords", []))]
+            for each in devices
+        ],
+    }
+
+
+def _can_run(devices: list[jax.Device]) -> bool:
+    """Return whether this process can run programs on these devices: compile-only ones run none."""
+    return {*devices} <= {*jax.devices()}
+
+
+def _is_trusted(path: Path) -> bool:
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that only this user may read and write, all of it or nothing."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+    partial.replace(path)
