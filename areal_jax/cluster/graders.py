@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from areal_jax.checkpoint.recovery import task_to_json
 from areal_jax.cluster.registry import Registry, WorkerHandle
 from areal_jax.errors import WorkerDied
-from areal_jax.records import RewardResult, Task, ToolResult
+from areal_jax.records import RewardResult, Task, ToolResult, task_to_json
 from areal_jax.rewards.failures import FailureLog
 from areal_jax.rewards.service import failure_counts
 

@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import DTypeLike
 
-from areal_jax.records import PackedBatch, native_expert
+from areal_jax.records import PackedBatch, PackedImages, SequenceImages, native_expert
 
 
 def allocate(lengths: Sequence[int] | Int[np.ndarray, "N"], capacity: int) -> list[list[int]]:
@@ -66,6 +66,7 @@ class TrainingSequence(NamedTuple):
     behave_logp: Float[np.ndarray, "S"] | float = 0.0
     age: Int[np.ndarray, "S"] | int = 0
     experts: Shaped[np.ndarray, "S L k"] | None = None
+    images: SequenceImages | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +129,7 @@ def lay_out(
     rows: int,
     row_tokens: int,
     num_together: int = 1,
+    sizes: Sequence[int] | None = None,
 ) -> Layout:
     """Assign sequences to rows by algorithm 1, and rows to as few micro-batches as possible.
 
@@ -136,13 +138,15 @@ def lay_out(
         rows: rows of a micro-batch.
         row_tokens: tokens of a row.
         num_together: number of consecutive sequences that stay adjacent in one row.
+        sizes: share of a row, in tokens, that each sequence occupies; None: its length.
 
     Raises:
         ValueError: `num_together` consecutive sequences are longer than `row_tokens`.
     """
     units = np.asarray(lengths, np.int64).reshape(-1, num_together)
     starts, segments = np.zeros_like(units), np.zeros_like(units)
-    bins = allocate(units.sum(1), row_tokens)
+    occupied = units if sizes is None else np.asarray(sizes, np.int64).reshape(units.shape)
+    bins = allocate(occupied.sum(1), row_tokens)
     for row, members in enumerate(bins):
         row_lengths = units[members]
         ends = np.cumsum(row_lengths).reshape(row_lengths.shape)
@@ -153,7 +157,12 @@ def lay_out(
 
 
 def pack(
-    sequences: Sequence[TrainingSequence], *, rows: int, row_tokens: int, num_together: int = 1
+    sequences: Sequence[TrainingSequence],
+    *,
+    rows: int,
+    row_tokens: int,
+    num_together: int = 1,
+    row_patches: int = 0,
 ) -> tuple[list[PackedBatch], Layout]:
     """Pack sequences into micro-batches.
 
@@ -162,12 +171,23 @@ def pack(
         rows: rows of a micro-batch.
         row_tokens: tokens of a row.
         num_together: as in `lay_out`.
+        row_patches: patches of a row, if all sequences have `images`; 0: none has.
 
     Returns:
         The micro-batches, and the position of each sequence in them.
+
+    Raises:
+        ValueError: a sequence does not fit into a row.
     """
     lengths = [len(sequence.tokens) for sequence in sequences]
-    layout = lay_out(lengths, rows=rows, row_tokens=row_tokens, num_together=num_together)
+    images = [sequence.images for sequence in sequences if sequence.images is not None]
+    layout = lay_out(
+        lengths,
+        rows=rows,
+        row_tokens=row_tokens,
+        num_together=num_together,
+        sizes=_sizes(lengths, images, row_tokens, row_patches) if images else None,
+    )
     positions = np.arange(row_tokens, dtype=np.int32)
     columns = PackedBatch(
         tokens=layout.scatter((sequence.tokens for sequence in sequences), np.int32),
@@ -183,8 +203,66 @@ def pack(
         columns = columns._replace(
             experts=layout.scatter(experts, dtype, shape=shape, padding=native_expert(dtype))
         )
-    present = {name: column for name, column in columns._asdict().items() if column is not None}
+    if images:
+        positions = layout.scatter((each.positions for each in images), np.int32, shape=(3,))
+        columns = columns._replace(
+            positions=positions, images=_pack_images(images, layout, row_patches)
+        )
+    present: dict[str, Any] = {
+        name: column for name, column in columns._asdict().items() if column is not None
+    }
+
+    def part(column: Any, i: int) -> Any:
+        is_images = isinstance(column, PackedImages)
+        return PackedImages(*(each[i] for each in column)) if is_images else column[i]
+
     return [
-        PackedBatch(**{name: column[i] for name, column in present.items()})
+        PackedBatch(**{name: part(column, i) for name, column in present.items()})
         for i in range(layout.shape[0])
     ], layout
+
+
+def _sizes(
+    lengths: Sequence[int], images: Sequence[SequenceImages], row_tokens: int, row_patches: int
+) -> list[int]:
+    """Return the share of a row, in tokens, that the tokens or the patches of a sequence need.
+
+    Sequences whose shares fit into a row have room for both.
+
+    Raises:
+        ValueError: the images of a sequence do not fit into a row.
+    """
+    most = max(len(each.patches) for each in images)
+    if most > row_patches:
+        raise ValueError(
+            f"the images of a sequence have {most} patches, and a row has room for {row_patches}; "
+            "raise trainer.row_image_tokens, or lower max_pixels of the policy's image processor"
+        )
+    return [
+        max(length, -(-len(each.patches) * row_tokens // max(1, row_patches)))
+        for length, each in zip(lengths, images, strict=True)
+    ]
+
+
+def _pack_images(
+    images: Sequence[SequenceImages], layout: Layout, row_patches: int
+) -> PackedImages:
+    """Place the images of all sequences into their rows, one after the other."""
+    num_micro_batches, rows, row_tokens = layout.shape
+    num_rows = num_micro_batches * rows
+    patches = np.zeros((num_rows, row_patches, images[0].patches.shape[1]), np.float32)
+    places = np.zeros((num_rows, row_patches, 5), np.int32)
+    slots = np.zeros((num_rows, row_tokens), np.int32)
+    num_patches, num_images, num_slots = np.zeros((3, num_rows), np.int64)
+    for start, each in zip(layout.starts.tolist(), images, strict=True):
+        row, column = divmod(start, row_tokens)
+        span = slice(num_patches[row], num_patches[row] + len(each.patches))
+        patches[row, span], places[row, span] = each.patches, each.layout
+        places[row, span, 0] += num_images[row]
+        numbers = num_slots[row] + np.cumsum(each.is_image)
+        slots[row, column : column + len(numbers)] = np.where(each.is_image, numbers, 0)
+        num_patches[row] += len(each.patches)
+        num_images[row] += each.layout[:, 0].max(initial=0)
+        num_slots[row] += each.is_image.sum()
+    shape = num_micro_batches, rows
+    return PackedImages(*(x.reshape(*shape, *x.shape[1:]) for x in (patches, places, slots)))

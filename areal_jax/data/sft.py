@@ -32,8 +32,10 @@ from areal_jax.data.sources import (
     apply_prompt_template,
     first_field,
     parse_messages,
+    read_messages,
     read_rows,
 )
+from areal_jax.image_files import ImageFile
 from areal_jax.protocols import Tokenizer
 from areal_jax.records import Message
 
@@ -82,6 +84,8 @@ class SupervisedExample:
     tokens: Int32[np.ndarray, "T"]
     loss_mask: Bool[np.ndarray, "T"]
     """True on answers and their stop tokens; in a drill, on the results of the steps."""
+    images: tuple[ImageFile, ...] = ()
+    """Images of the conversation, in order."""
 
     @property
     def prompt(self) -> Int32[np.ndarray, "P"]:
@@ -263,12 +267,13 @@ def encode_answer(
     templated = apply_prompt_template(messages, prompt)
     prompt_tokens = tokenizer.render(templated)
     tokens = np.concatenate([prompt_tokens, tokenizer.render_answer(templated, answer)])
-    return SupervisedExample(tokens, np.arange(len(tokens)) >= len(prompt_tokens))
+    images = tuple(image for message in templated for image in message.images)
+    return SupervisedExample(tokens, np.arange(len(tokens)) >= len(prompt_tokens), images)
 
 
 def _read_conversation(row: Row, source: Files | Hub) -> list[Message]:
     names = (source.prompt_field,) if source.prompt_field else ("messages", *PROMPT_FIELDS)
-    messages = parse_messages(first_field(row, names))
+    messages = read_messages(row, names, source)
     if not any(message.role == "assistant" for message in messages):
         answer = first_field(row, (source.answer_field, *ANSWER_FIELDS))
         if isinstance(answer, str):

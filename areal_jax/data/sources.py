@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
@@ -20,10 +21,12 @@ from areal_jax.data.config import Exercises, Files, Hub, PromptConfig, Rows, Syn
 from areal_jax.data.exercises import Exercise, GeneratedExercises
 from areal_jax.data.hub import NAME, fetch
 from areal_jax.data.problems import Problem, SyntheticProblems
+from areal_jax.image_files import read_image
 from areal_jax.python_objects import PythonObject
-from areal_jax.records import Message, Task
+from areal_jax.records import IMAGE, Message, Task
 
 PROMPT_FIELDS = ("problem", "question", "prompt")
+IMAGE_FIELDS = ("image", "images")
 FAMILY_FIELDS = ("family", "subject", "difficulty")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -159,7 +162,7 @@ def _problem_task(problem: Problem, prompt: PromptConfig) -> Task:
 def apply_prompt_template(messages: Sequence[Message], prompt: PromptConfig) -> tuple[Message, ...]:
     """Replace the system message of a conversation, and append the suffix to its last message."""
     last = messages[-1]
-    templated = [*messages[:-1], Message(last.role, last.content + prompt.suffix)]
+    templated = [*messages[:-1], replace(last, content=last.content + prompt.suffix)]
     if prompt.system:
         return (
             Message("system", prompt.system),
@@ -352,9 +355,8 @@ def _make_task(id: str, row: Row, source: Files | Hub | Rows, prompt: PromptConf
             "countdown",
             _find_family(row),
         )
-    messages = parse_messages(
-        first_field(row, (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS)
-    )
+    names = (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS
+    messages = read_messages(row, names, source)
     answer = _read_answer(_get_field(row, source.answer_field))
     return Task(id, apply_prompt_template(messages, prompt), answer, family=_find_family(row))
 
@@ -407,6 +409,45 @@ def _get_field(row: Row, name: str) -> object:
         return row.get(name)
     inner = row.get(first)
     return _get_field(inner, rest) if isinstance(inner, dict) else None
+
+
+def read_messages(row: Row, names: Sequence[str], source: Files | Hub | Rows) -> list[Message]:
+    """Read the conversation of a row, with its images.
+
+    Images of the fields `image` and `images` replace each `<image>` of the conversation; without
+    any, they precede the first message of the user.
+
+    Raises:
+        BadRow: the row has no conversation, or its images cannot be read.
+    """
+    messages = parse_messages(first_field(row, names))
+    found = [each for name in IMAGE_FIELDS if (each := row.get(name)) is not None]
+    sources = [each for value in found for each in (value if isinstance(value, list) else [value])]
+    if not sources:
+        return messages
+    try:
+        images = [read_image(each, image_folder(source)) for each in sources]
+    except (OSError, ValueError) as error:
+        raise BadRow(f"an image that cannot be read: {error}") from error
+    counts = [message.content.count(IMAGE) for message in messages]
+    if not sum(counts):
+        roles = [message.role for message in messages]
+        counts[roles.index("user") if "user" in roles else 0] = len(images)
+    if sum(counts) != len(images):
+        raise BadRow(f"{len(images)} images for {sum(counts)} {IMAGE}")
+    rest = iter(images)
+    return [
+        replace(message, images=tuple(islice(rest, count)))
+        for message, count in zip(messages, counts, strict=True)
+    ]
+
+
+def image_folder(source: Files | Hub | Rows) -> Path:
+    """Folder of the relative paths of images: that of the rows' file, or the working directory."""
+    if isinstance(source, Files):
+        path = Path(source.path).expanduser()
+        return path if path.is_dir() else path.parent
+    return Path()
 
 
 def parse_messages(value: object, name: str = "prompt") -> list[Message]:

@@ -6,7 +6,7 @@ The file has more than 400 lines because it checks every key of the files that c
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,8 +21,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_jax.errors import InvalidRequest
+from areal_jax.image_files import ImageFile
 from areal_jax.json_files import read_json
-from areal_jax.records import Message
+from areal_jax.records import IMAGE, Message
 
 SPECIAL_TOKENS = (
     "bos_token",
@@ -126,6 +127,7 @@ class HFTokenizer:
             else None
         )
         self.has_template = template is not None
+        self._image_token, self._count_image_tokens = "", _refuse_images
         # Ids may have gaps, so the largest one may exceed the number of tokens.
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
@@ -193,11 +195,41 @@ class HFTokenizer:
             InvalidRequest: the text has too many bytes for `max_tokens`.
             ValueError: the template refuses the conversation.
         """
+        images = [image for turn in messages if isinstance(turn, Message) for image in turn.images]
         if self._template is None:
+            if images:
+                _refuse_images(images[0])
             return self.encode_prompt(_plain(messages) + "\n", max_tokens)
         text = self._render_text(messages, add_generation_prompt=True, tools=tools)
         self._require_short(text, max_tokens)
-        return self.encode(text)
+        return self.encode(self._expand_images(text, images) if images else text)
+
+    def read_images(self, image_token_id: int, count_tokens: Callable[[ImageFile], int]) -> None:
+        """Render the images of messages.
+
+        Args:
+            image_token_id: token that stands for a part of an image.
+            count_tokens: returns the number of tokens of an image.
+        """
+        self._image_token = self._tokenizer.id_to_token(image_token_id) or ""
+        self._count_image_tokens = count_tokens
+
+    def _expand_images(self, text: str, images: Sequence[ImageFile]) -> str:
+        """Repeat the token that the chat template renders for each image.
+
+        Raises:
+            ValueError: the policy or its chat template does not read images, or an image cannot be
+                read.
+        """
+        counts = [self._count_image_tokens(image) for image in images]
+        parts = text.split(self._image_token)
+        if len(parts) != len(images) + 1:
+            raise ValueError(
+                f"expected a chat template that renders {len(images)} images as "
+                f"{self._image_token}, found {len(parts) - 1}"
+            )
+        repeated = (self._image_token * count for count in counts)
+        return parts[0] + "".join(map("".join, zip(repeated, parts[1:], strict=True)))
 
     @property
     def can_render_tools(self) -> bool:
@@ -261,6 +293,10 @@ class HFTokenizer:
         Raises:
             ValueError: the template refuses the conversation or leaves answers out.
         """
+        if any(isinstance(turn, Message) and turn.images for turn in messages):
+            raise ValueError(
+                "expected images in the first prompt alone, found some in a later turn"
+            )
         if self._template is None:
             return self.encode("\n\n" + _plain(messages) + "\n")
         placeholder = _PLACEHOLDER
@@ -292,7 +328,7 @@ class HFTokenizer:
         template = self._tool_template if tools else self._template
         assert template is not None
         turns = [
-            {"role": turn.role, "content": turn.content} if isinstance(turn, Message) else turn
+            {"role": turn.role, "content": _content(turn)} if isinstance(turn, Message) else turn
             for turn in messages
         ]
         try:
@@ -403,6 +439,26 @@ def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocabulary: Mapping[str, i
     return max_shrinkage * max(
         (len(token.encode(errors="replace")) for token in vocabulary), default=1
     )
+
+
+def _refuse_images(_: ImageFile) -> int:
+    raise ValueError(
+        "expected a conversation without images, which the policy does not read; set policy.path "
+        "to a vision-language policy, or leave the images out"
+    )
+
+
+def _content(message: Message) -> str | list[dict[str, str]]:
+    """Return the content as chat templates read it: in parts, if it has images."""
+    if not message.images:
+        return message.content
+    texts = message.content.split(IMAGE)
+    if len(texts) != len(message.images) + 1:
+        texts = [*[""] * len(message.images), message.content]
+    parts = [{"type": "text", "text": texts[0]}]
+    for text in texts[1:]:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in parts if part["type"] == "image" or part["text"]]
 
 
 def _plain(messages: Sequence[Turn]) -> str:

@@ -17,7 +17,7 @@ from areal_jax.engine.engine_core import EngineCore
 from areal_jax.engine.engine_metrics import EngineMetrics, Event
 from areal_jax.engine.request_tracker import PendingRequest, RequestTracker
 from areal_jax.engine.sequence import SequenceGroup
-from areal_jax.errors import EngineStopped
+from areal_jax.errors import EngineStopped, InvalidRequest
 from areal_jax.protocols import WeightSource
 from areal_jax.records import Completion, Request, Weights
 
@@ -121,7 +121,13 @@ class EngineLoop:
         Raises:
             InvalidRequest: the request exceeds a limit of the engine.
         """
-        check_request(request, self._config, self._engine.policy.config.vocab_size)
+        model = self._engine.policy.config
+        check_request(request, self._config, model.vocab_size)
+        if model.vision is not None and model.vision.image_token_id in request.prompt_tokens:
+            raise InvalidRequest(
+                f"request {request.id!r}: expected a prompt without images, which the engine does "
+                "not read; fine-tune on examples with images instead"
+            )
         group = SequenceGroup(request, time.perf_counter() + self._config.request_timeout_s)
         reply = CommandReply[list[Completion]]()
 

@@ -233,7 +233,11 @@ class Policy:
             for (window, is_added), length in runs:
                 part = params["layers"], cache, by_layer
                 if len(runs) > 1:
-                    part = jax.tree.map(lambda leaf, i=start, j=start + length: leaf[i:j], part)
+                    # Not leaf[i:j], as in `unstack`.
+                    part = jax.tree.map(
+                        lambda leaf, i=start, n=length: jax.lax.dynamic_slice_in_dim(leaf, i, n),
+                        part,
+                    )
                 layers, own_cache, own_replay = part
                 own = added[start : start + length] if is_added else None
                 x, part = jax.lax.scan(

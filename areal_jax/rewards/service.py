@@ -9,7 +9,6 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +16,7 @@ import chz
 
 from areal_jax.errors import ConfigError
 from areal_jax.python_objects import PythonObject
-from areal_jax.records import ResultKind, RewardResult, Task, ToolResult
+from areal_jax.records import ResultKind, RewardResult, Task, ToolResult, task_to_json
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.rewards.failures import FailureLog
 from areal_jax.rewards.grading_processes import (
@@ -161,7 +160,7 @@ class RewardService:
         if self._in_process is not None:
             found = await self._in_process.grade(task, answer)
         else:
-            request = {"task": asdict(task), "text": answer}
+            request = {"task": task_to_json(task), "text": answer}
             found = await self._execute(request, timeout_s, can_be_set_aside)
         # A result without `failed` is not from the process: the call failed.
         score, failed, trace = found.get("score"), found.get("failed", True), found.get("trace", "")

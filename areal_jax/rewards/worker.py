@@ -317,7 +317,7 @@ def _tools(settings: dict[str, Any]) -> Tools:
 
 def _custom_grader(function: str, scale: Literal["unit", "raw"]) -> Grader:
     """Return a grader that calls the function FILE.py:NAME or MODULE:NAME."""
-    from areal_jax.records import Message, Task
+    from areal_jax.records import task_from_json
     from areal_jax.rewards.adapters import adapt
 
     loops = list[asyncio.Runner]()
@@ -333,8 +333,7 @@ def _custom_grader(function: str, scale: Literal["unit", "raw"]) -> Grader:
     own = adapt(load_function(function), finished)
 
     def grader(task: dict[str, Any], text: str) -> GradeFields:
-        prompt = tuple(Message(**message) for message in task["prompt"])
-        kind, score = graded(own(Task(**{**task, "prompt": prompt}), text), scale)
+        kind, score = graded(own(task_from_json(task), text), scale)
         return GradeFields(kind, score=score)
 
     return grader

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.checkpoint.recovery import task_to_json, unpack
+from areal_jax.checkpoint.recovery import unpack
 from areal_jax.checkpoint.store import SAVE_TIMEOUT_S, CheckpointStore
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.connection import Connection
@@ -23,7 +23,7 @@ from areal_jax.cluster.weight_broadcast import WeightBroadcast
 from areal_jax.config.load import written_settings
 from areal_jax.errors import ConfigError, NotStarted, WorkerDied
 from areal_jax.protocols import Grader
-from areal_jax.records import RewardResult, Task
+from areal_jax.records import RewardResult, Task, task_to_json
 from areal_jax.run.build import Run, make_run
 from areal_jax.run.callbacks import RunControl
 from areal_jax.run.claim import Claim

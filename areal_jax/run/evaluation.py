@@ -18,7 +18,6 @@ from contextlib import (
     contextmanager,
     nullcontext,
 )
-from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -38,7 +37,7 @@ from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.files import add_file_name
 from areal_jax.metrics.progress import ProgressDisplay, facts_of_evaluation
-from areal_jax.records import Task
+from areal_jax.records import Task, task_to_json
 from areal_jax.rewards.service import RewardService
 from areal_jax.run.answerers import LocalAnswerer, RemoteAnswerer, find_local, find_server
 from areal_jax.run.callbacks import RunControl
@@ -258,7 +257,7 @@ def identity(experiment: AnyExperiment, tasks: Sequence[Task]) -> dict[str, JSON
     deciding = {
         key: listed[key] for key in listed if key.startswith(DECIDING) and key not in NOT_DECIDING
     }
-    return deciding | {"tasks": _digest([asdict(task) for task in tasks])}
+    return deciding | {"tasks": _digest([task_to_json(task) for task in tasks])}
 
 
 def folder_name(experiment: str, answerer: str, settings: Mapping[str, JSON]) -> str:

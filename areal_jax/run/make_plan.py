@@ -20,7 +20,6 @@ from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.preferences import load_pairs
 from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import TaskSet, load_tasks
-from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models.architecture import Readout
@@ -39,7 +38,13 @@ from areal_jax.records import derive_seed
 from areal_jax.rl.config import GAE
 from areal_jax.run.checks import find_mismatches
 from areal_jax.run.frozen_models import find_frozen_models
-from areal_jax.run.models import find_critic, find_policy, with_pad_token
+from areal_jax.run.models import (
+    find_critic,
+    find_image_reader,
+    find_policy,
+    load_tokenizer,
+    with_pad_token,
+)
 from areal_jax.run.plan import Plan, TrainingPlan, decodes
 from areal_jax.run.prompt_limits import limit_prompts
 from areal_jax.trainer.forward import check_row_shards
@@ -112,7 +117,8 @@ def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
                 experiment.trainer.critic.path or experiment.policy.path
             )
             critic = find_critic(experiment.policy, critic_folder)
-        tokenizer = HFTokenizer.from_folder(folder, experiment.policy.ignore_config_keys)
+        image_reader = find_image_reader(folder, policy.config)
+        tokenizer = load_tokenizer(folder, image_reader, experiment.policy.ignore_config_keys)
         policy = with_pad_token(policy, tokenizer, folder)
         critic = critic and with_pad_token(critic, tokenizer, folder)
         plan = TrainingPlan(
@@ -126,6 +132,7 @@ def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
             row_tokens=row_tokens,
             critic=critic,
             critic_folder=critic_folder,
+            image_reader=image_reader,
         )
         for each in filter(None, (policy, critic)):
             check_row_shards(each, mesh, row_tokens)

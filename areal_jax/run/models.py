@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from areal_jax.models.architecture import ModelConfig, Readout
 from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.hf import read_config
+from areal_jax.models.vision.image_reader import ImageReader
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import compute_dtype, make_rollout_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, Rules, shardings
@@ -120,6 +121,30 @@ def with_pad_token(policy: Policy, tokenizer: HFTokenizer, folder: Path) -> Poli
             "special token that ends no answer"
         )
     return Policy(replace(model, pad_token_id=pad), policy.lora)
+
+
+def find_image_reader(folder: Path, model: ModelConfig) -> ImageReader | None:
+    """Find how a policy reads images; None if it does not, or has no image processor.
+
+    Raises:
+        ValueError: the image processor is not supported, or does not fit the vision tower.
+    """
+    try:
+        return model.vision and ImageReader.from_folder(folder, model.vision)
+    except FileNotFoundError:
+        return None  # it reads text
+
+
+def load_tokenizer(
+    folder: Path, reader: ImageReader | None, ignored_keys: Collection[str] = ()
+) -> HFTokenizer:
+    """Read the tokenizer of a folder, which renders images if a reader is given; errors as of
+    `HFTokenizer.from_folder`.
+    """
+    tokenizer = HFTokenizer.from_folder(folder, ignored_keys)
+    if reader is not None:
+        tokenizer.read_images(reader.vision.image_token_id, reader.num_tokens)
+    return tokenizer
 
 
 def initial_params(
@@ -304,7 +329,8 @@ def find_decoding_policy(
         policy = find_policy(config, folder, setting=setting)
         dtype = compute_dtype(config.compute_dtype, mesh)
         engine = DecodeEngine(policy, mesh, engine_config, dtype)
-        tokenizer = HFTokenizer.from_folder(folder, config.ignore_config_keys)
+        reader = find_image_reader(folder, policy.config)
+        tokenizer = load_tokenizer(folder, reader, config.ignore_config_keys)
     if problems := list(find_too_long(engine, f"{setting}={config.path}")):
         raise ConfigError("\n".join(problems))
     return DecodingPolicy(

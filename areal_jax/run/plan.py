@@ -18,6 +18,7 @@ from areal_jax.data.sources import TaskSet
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.models.decoder import Policy
+from areal_jax.models.vision.image_reader import ImageReader
 from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.trainer.memory_estimate import frozen_bytes, predicted_bytes
@@ -58,6 +59,8 @@ class TrainingPlan:
     """Critic of advantages=GAE."""
     critic_folder: Path | None
     """Folder of the critic's weights: its own, or those of its trunk."""
+    image_reader: ImageReader | None
+    """Reads images; None if the policy does not."""
     compiler: Compiler = compile_lowered
     """Compiles the programs of trainer and engines."""
 

@@ -17,6 +17,7 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models.hf import read_config
 from areal_jax.records import Message, Task
+from areal_jax.run.models import find_image_reader, load_tokenizer
 from areal_jax.workflows.config import Agent, MultiTurn, ToolUse
 from areal_jax.workflows.prompt_budget import (
     Limits,
@@ -56,8 +57,9 @@ def limit_prompts(experiment: AnyExperiment, **tasks: Sequence[Task]) -> Limited
     ignored = experiment.policy.ignore_config_keys
     with config_errors():
         folder = resolve_policy_folder(experiment.policy.path)
-        positions = read_config(folder, ignored, is_adapted=True).max_position_embeddings
-        tokenizer = HFTokenizer.from_folder(folder, ignored)
+        model = read_config(folder, ignored, is_adapted=True)
+        positions = model.max_position_embeddings
+        tokenizer = load_tokenizer(folder, find_image_reader(folder, model), ignored)
     prompts = _measure(experiment, tokenizer, tasks)
     turns = later_turns(tokenizer, experiment.workflow)
     longest = max((measured.longest for measured in prompts), default=0)

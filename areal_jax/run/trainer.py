@@ -112,6 +112,7 @@ def trainable_model(plan: TrainingPlan, params: Params, base: Params | None) -> 
         replays_router=isinstance(plan.experiment, Experiment)
         and plan.experiment.engine.router_replay,
         compiler=plan.compiler,
+        image_reader=plan.image_reader,
     )
 
 

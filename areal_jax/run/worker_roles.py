@@ -16,7 +16,6 @@ from typing import Any
 import jax
 
 from areal_jax import __version__
-from areal_jax.checkpoint.recovery import task_from_json
 from areal_jax.cluster import wire
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.worker import Emit
@@ -24,7 +23,7 @@ from areal_jax.config.load import read_settings
 from areal_jax.engine.engine_loop import EngineLoop, EngineStatus
 from areal_jax.errors import ConfigError
 from areal_jax.models import lora
-from areal_jax.records import NO_VERSION, Completion
+from areal_jax.records import NO_VERSION, Completion, task_from_json
 from areal_jax.rewards.service import RewardService
 from areal_jax.run.models import decoding_mesh, find_decoding_policy
 from areal_jax.trainer.state import trained

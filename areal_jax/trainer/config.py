@@ -146,6 +146,15 @@ class TrainerConfig:
         default=0,
         doc="tokens of a packed row; 0: the engine's longest sequence",
     )
+    row_image_tokens: int = chz.field(
+        validator=NOT_NEGATIVE,
+        default=0,
+        doc="image tokens of a packed row, for which the vision tower is computed; 0: the samples "
+        "have no images",
+    )
+    freeze_vision: bool = chz.field(
+        default=False, doc="keep the parameters of the vision tower as they are"
+    )
     rows_per_micro_batch: int = chz.field(
         validator=POSITIVE,
         default=2,

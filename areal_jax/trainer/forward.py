@@ -19,6 +19,7 @@ from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
 from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import Routing, ids_dtype, sharded_experts
+from areal_jax.models.vision.tower import ImageInputs
 from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.fsdp import FullySharded, ShardedMatrix, fully_sharded
 from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, sharding
@@ -37,9 +38,10 @@ class ModelInputs(NamedTuple):
 
     tokens: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
-    positions: Int[Array, "B T"]
+    positions: Int[Array, "B T ..."]
     experts: Shaped[Array, "B T L k"] | None = None
     """Recorded experts, to which tokens go instead of the router's choice."""
+    images: ImageInputs | None = None
 
 
 class DeviceBatch(NamedTuple):
@@ -47,7 +49,7 @@ class DeviceBatch(NamedTuple):
 
     tokens: Int[Array, "B T"]
     segment_ids: Int[Array, "B T"]
-    positions: Int[Array, "B T"]
+    positions: Int[Array, "B T ..."]
     loss_mask: Bool[Array, "B T"]
     behave_logp: Float[Array, "B T"]
     age: Int[Array, "B T"]
@@ -66,6 +68,8 @@ class DeviceBatch(NamedTuple):
     """
     experts: Shaped[Array, "B T L k"] | None = None
     """Present if the policy replays recorded experts."""
+    images: ImageInputs | None = None
+    """Present if the policy reads images."""
     teacher_logp: Float[Array, "B T"] | None = None
     """Present if the objective reads a teacher's log-probs."""
     teacher_targets: TeacherTargets | None = None
@@ -162,6 +166,10 @@ class Forward:
             * num_shards(mesh, "batch", TRAIN_RULES)
             * mesh.shape["context"]
         )
+        self.freezes_vision = config.freeze_vision
+        vision, self.row_patches = policy.config.vision, 0
+        if vision is not None:
+            self.row_patches = config.row_image_tokens * vision.merged_patches
         self._programs: dict[int, jax.stages.Compiled] = {}
 
     @property
@@ -184,6 +192,26 @@ class Forward:
             sharding=self.placed,
         )
 
+    def positions_column(self) -> Any:
+        """Return the shape of the positions of a micro-batch."""
+        shape = (self.rows, self.row_tokens, *([3] if self.row_patches else []))
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=self.placed)
+
+    def images_column(self) -> Any:
+        """Return the shapes of the images of a micro-batch; None without."""
+        vision = self.policy.config.vision
+        if vision is None or not self.row_patches:
+            return None
+
+        def column(width: int, dtype: DTypeLike) -> Any:
+            shape = self.rows, self.row_patches, width
+            placed = batch_sharding(self.mesh, shape, TRAIN_RULES)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+
+        return ImageInputs(
+            column(vision.patch_width, np.float32), column(5, np.int32), self.column(np.int32)
+        )
+
     def targets_column(self, num_top: int) -> TeacherTargets | None:
         """Return the shapes of a teacher's most likely tokens at each token; None without."""
         if not num_top:
@@ -196,9 +224,18 @@ class Forward:
         return TeacherTargets(top[0], top[1], self.column(np.int32), self.column(np.float32))
 
     def inputs(self, batch: DeviceBatch | ModelInputs) -> ModelInputs:
-        """Return what this forward pass reads."""
+        """Return what this forward pass reads.
+
+        Raises:
+            ValueError: The batch has images, and the policy does not read them.
+        """
+        if batch.images is not None and not self.row_patches:
+            raise ValueError(
+                f"expected a policy that reads images, found {self.policy.config.architecture}; "
+                "set reference and teacher to vision-language policies too, or leave them out"
+            )
         experts = batch.experts if self.replays_router else None
-        return ModelInputs(batch.tokens, batch.segment_ids, batch.positions, experts)
+        return ModelInputs(batch.tokens, batch.segment_ids, batch.positions, experts, batch.images)
 
     @property
     def num_compilations(self) -> int:
@@ -226,7 +263,9 @@ class Forward:
         """
         if num_top not in self._programs:
             inputs = ModelInputs(*[self.column(np.int32)] * 3)._replace(
-                experts=self.experts_column()
+                positions=self.positions_column(),
+                experts=self.experts_column(),
+                images=self.images_column(),
             )
             function = partial(self._top_predictions, num_top) if num_top else self._logprobs
             jitted = jax.jit(function, out_shardings=self.placed)
@@ -292,6 +331,13 @@ class Forward:
         }
         if not self.policy.lora:
             whole = whole | {"layers": self._sharded_layers(whole["layers"])}
+        images = None
+        if inputs.images is not None:
+            if self.freezes_vision:
+                whole = whole | {"vision": jax.lax.stop_gradient(whole["vision"])}
+            images = self.policy.encode_images(
+                whole, inputs.images, compute_dtype=self.compute_dtype, remat=self.remat
+            )
         hidden, _, routing = self.policy.hidden(
             whole,
             inputs.tokens,
@@ -306,6 +352,7 @@ class Forward:
             experts=sharded_experts(self.mesh, TRAIN_RULES),
             counted=inputs.segment_ids > 0,
             replay=inputs.experts,
+            images=images,
         )
         return self._constrain(hidden, ("batch", "tokens")), routing
 

@@ -39,7 +39,9 @@ def learning_rate(
     return config.learning_rate * risen * left
 
 
-def make_optimizer(config: OptimizerConfig, axes: Any) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, axes: Any, *, freezes_vision: bool = False
+) -> optax.GradientTransformation:
     """Make AdamW (arXiv:1711.05101) with gradients clipped by their global norm.
 
     The result is a direction: multiply it by minus the learning rate.
@@ -47,11 +49,15 @@ def make_optimizer(config: OptimizerConfig, axes: Any) -> optax.GradientTransfor
     Args:
         config: Settings.
         axes: Logical axis names of every parameter. Matrices decay; norms and biases do not.
+        freezes_vision: Whether the gradients of the vision tower are 0, which then does not decay.
     """
+    decays = _matrices(axes)
+    if freezes_vision and "vision" in decays:
+        decays |= {"vision": jax.tree.map(lambda _: False, decays["vision"])}
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps),
-        optax.add_decayed_weights(config.weight_decay, mask=_matrices(axes)),
+        optax.add_decayed_weights(config.weight_decay, mask=decays),
     )
 
 

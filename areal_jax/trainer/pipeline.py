@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Shaped
 
-from areal_jax.data.packing import Layout, TrainingSequence, pack
+from areal_jax.data.packing import Layout, TrainingSequence
 from areal_jax.errors import CorruptedState
 from areal_jax.metrics.meters import Mean
 from areal_jax.records import Group, Sample
@@ -249,8 +249,9 @@ def pack_rollouts(
             age = batch.version - sample.versions[:end]
             experts = None if sample.experts is None else sample.experts[:end]
             columns = sample.tokens[:end], mask[:end], sample.behave_logp[:end], age, experts
-            sequences.append(TrainingSequence(*columns))
-        micro_batches, layout = pack(sequences, rows=learner.rows, row_tokens=learner.row_tokens)
+            images = learner.read_images(batch.groups[i].task.images, sample.tokens[:end])
+            sequences.append(TrainingSequence(*columns, images))
+        micro_batches, layout = learner.pack(sequences)
         return MiniBatch(
             [learner.put(micro_batch) for micro_batch in micro_batches],
             layout,

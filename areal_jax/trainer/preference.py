@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from areal_jax.data.packing import TrainingSequence, pack
+from areal_jax.data.packing import TrainingSequence
 from areal_jax.data.preferences import PreferencePair
 from areal_jax.data.sft import SupervisedExample
 from areal_jax.parallel.compilation import Program
@@ -78,13 +78,15 @@ class PreferenceTrainer(FromExamples[PreferencePair]):
     def pack(self, examples: Sequence[PreferencePair]) -> Packed:
         """Pack pairs, with the reference's log-probs in the column of the proximal policy's."""
         sequences = [
-            TrainingSequence(side.tokens, self._loss_mask(side))
+            TrainingSequence(
+                side.tokens,
+                self._loss_mask(side),
+                images=self._learner.read_images((), side.tokens),
+            )
             for pair in examples
             for side in (pair.chosen, pair.rejected)
         ]
-        packed, layout = pack(
-            sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens, num_together=2
-        )
+        packed, layout = self._learner.pack(sequences, num_together=2)
         batches = [self._learner.put(batch) for batch in packed]
         if self._reference is not None:
             reference_logp = self._reference.logprobs(batches)

@@ -107,7 +107,9 @@ class UpdatePrograms:
         self._num_updates = num_updates
         policy, mesh = forward.policy, forward.mesh
         self._trained = trained(policy)
-        self._optimizer = make_optimizer(config.optimizer, self._trained.axes)
+        self._optimizer = make_optimizer(
+            config.optimizer, self._trained.axes, freezes_vision=config.freeze_vision
+        )
         self.shardings: StateShardings = state_shardings(
             policy, mesh, self._optimizer, offload=config.optimizer.offload
         )
@@ -275,7 +277,9 @@ class UpdatePrograms:
         column = self._forward.column
         dtypes = (np.int32,) * 3 + (np.bool_, np.float32, np.int32) + (np.float32,) * 2
         return DeviceBatch(
-            *map(column, dtypes),
+            **dict(zip(DeviceBatch._fields, map(column, dtypes), strict=False))
+            | {"positions": self._forward.positions_column()},
+            images=self._forward.images_column(),
             **{name: column(np.float32) for name in self._objective.columns},
             experts=self._forward.experts_column(),
             teacher_targets=self._forward.targets_column(self._objective.num_teacher_tokens),

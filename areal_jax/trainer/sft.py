@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
-from areal_jax.data.packing import TrainingSequence, pack
+from areal_jax.data.packing import TrainingSequence
 from areal_jax.data.sft import SupervisedExample
 from areal_jax.rl.token_losses import PolicyLoss, sft_loss
 from areal_jax.trainer.config import TrainerConfig
@@ -46,10 +46,15 @@ class SupervisedTrainer(FromExamples[SupervisedExample]):
         super().__init__(Learner(config, model, Objective(loss), num_updates), measures=measures)
 
     def pack(self, examples: Sequence[SupervisedExample]) -> Packed:
-        sequences = [TrainingSequence(example.tokens, example.loss_mask) for example in examples]
-        batches, layout = pack(
-            sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens
-        )
+        sequences = [
+            TrainingSequence(
+                example.tokens,
+                example.loss_mask,
+                images=self._learner.read_images(example.images, example.tokens),
+            )
+            for example in examples
+        ]
+        batches, layout = self._learner.pack(sequences)
         num_loss_tokens = sum(int(example.loss_mask.sum()) for example in examples)
         return Packed(
             [self._learner.put(batch) for batch in batches],

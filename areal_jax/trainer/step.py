@@ -13,13 +13,16 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
+from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.vision.image_reader import ImageReader
+from areal_jax.models.vision.tower import ImageInputs
 from areal_jax.parallel.compilation import Compiler, Program, compile_lowered
 from areal_jax.parallel.sharding import TRAIN_RULES, is_abstract, put, put_batch, put_copy
-from areal_jax.records import PackedBatch
+from areal_jax.records import PackedBatch, SequenceImages
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward
 from areal_jax.trainer.programs import Applied, Measured, Objective, UpdatePrograms
@@ -38,6 +41,7 @@ class TrainableModel:
         temperature: Sampling temperature, by which logits are divided.
         replays_router: Whether tokens go to the experts that the engine has recorded.
         compiler: Compiles the programs.
+        image_reader: Reads the images of samples, with trainer.row_image_tokens.
     """
 
     policy: Policy
@@ -49,6 +53,7 @@ class TrainableModel:
     base: Params | None = None
     replays_router: bool = False
     compiler: Compiler = compile_lowered
+    image_reader: ImageReader | None = None
 
 
 class Learner:
@@ -65,7 +70,7 @@ class Learner:
             num_updates: Length of the learning-rate schedule, in updates.
         """
         self.policy, self.mesh, self.compute_dtype = model.policy, model.mesh, model.compute_dtype
-        self.columns = objective.columns
+        self.columns, self._image_reader = objective.columns, model.image_reader
         self.forward = Forward(
             config,
             model.policy,
@@ -113,6 +118,36 @@ class Learner:
             programs.append(("logprobs", lambda: self.forward.compiled(self.params, self.base)))
         return programs
 
+    def pack(
+        self, sequences: Sequence[TrainingSequence], num_together: int = 1
+    ) -> tuple[list[PackedBatch], Layout]:
+        """Pack sequences into micro-batches; errors and arguments as of `packing.pack`."""
+        return pack(
+            sequences,
+            rows=self.rows,
+            row_tokens=self.row_tokens,
+            num_together=num_together,
+            row_patches=self.forward.row_patches,
+        )
+
+    def read_images(
+        self, files: Sequence[bytes], tokens: Int32[np.ndarray, "T"]
+    ) -> SequenceImages | None:
+        """Read the images of a sequence; None if the learner trains on text alone.
+
+        Raises:
+            ValueError: They cannot be read, or the settings have no room for images.
+        """
+        if self.forward.row_patches and self._image_reader is not None:
+            return self._image_reader.read(files, tokens)
+        if files:
+            raise ValueError(
+                f"expected samples without images, found {len(files)} in one; set "
+                "trainer.row_image_tokens to the image tokens of a row, and policy.path to a "
+                "vision-language policy"
+            )
+        return None
+
     def put(self, batch: PackedBatch) -> DeviceBatch:
         """Start the transfer of a micro-batch to the train mesh; its other columns are zeros.
 
@@ -126,8 +161,11 @@ class Learner:
                 "expected samples with recorded experts for engine.router_replay=true, found none; "
                 "set it to false to train on samples that were made without it"
             )
+        columns = batch._asdict()
+        if batch.images is not None:
+            columns["images"] = ImageInputs(*batch.images)
         return DeviceBatch(
-            **put_batch(self.mesh, batch._asdict(), TRAIN_RULES),
+            **put_batch(self.mesh, columns, TRAIN_RULES),
             proximal_logp=self._zeros,
             advantages=self._zeros,
         )

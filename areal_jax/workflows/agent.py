@@ -22,7 +22,7 @@ import struct
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -31,7 +31,7 @@ from jaxtyping import Int32
 
 from areal_jax.errors import EngineStopped
 from areal_jax.protocols import Generate, Grader, Session, Sessions, Tokenizer
-from areal_jax.records import Completion, RewardResult, Sample, Task
+from areal_jax.records import Completion, RewardResult, Sample, Task, task_to_json
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.functions import graded
 from areal_jax.rewards.processes import ending
@@ -310,7 +310,7 @@ class AgentHost:
     async def _run_command(self, task: Task, base_url: str, api_key: str) -> Any:
         environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         async with guarded(*self._argv, env=environment) as process:
-            output, _ = await process.communicate(json.dumps(asdict(task)).encode())
+            output, _ = await process.communicate(json.dumps(task_to_json(task)).encode())
         if process.returncode:
             raise RuntimeError(f"workflow.command ended with {ending(process.returncode)}")
         lines = output.decode(errors="replace").split("\n")

@@ -28,12 +28,13 @@ _THETA = 10000.0
 class ImageInputs(NamedTuple):
     """Images of rows of tokens, as the tower reads them."""
 
-    patches: Float[Array, "B P C"]
-    layout: Int[Array, "B P 5"]
-    """Of each patch: number of its image in the row, from 1 (0: padding); row and column of the
-    patch in its image; height and width of the image."""
-    slots: Int[Array, "B T"]
-    """Of each token of an image, 1 + its number in the row; 0 of text."""
+    patches: Any
+    """Float[Array, "B P C"], or the shape of one."""
+    layout: Any
+    """Int[Array, "B P 5"]. Of each patch: number of its image in the row, from 1 (0: padding); row
+    and column of the patch in its image; height and width of the image."""
+    slots: Any
+    """Int[Array, "B T"]. Of each token of an image, 1 + its number in the row; 0 of text."""
 
 
 class ImageFeatures(NamedTuple):
@@ -106,12 +107,19 @@ class VisionTower(nnx.Module):
             run = jax.checkpoint(run, prevent_cse=False)
         deep, start = [], 0
         for i, end in enumerate([*(j + 1 for j in config.deepstack_visual_indexes), config.depth]):
-            part = jax.tree.map(lambda leaf, i=start, j=end: leaf[i:j], blocks)
+            # Not leaf[i:j], which a backward pass that accumulates gradients in place cannot
+            # transpose.
+            part = jax.tree.map(
+                lambda leaf, i=start, n=end - start: jax.lax.dynamic_slice_in_dim(leaf, i, n),
+                blocks,
+            )
             x, _ = jax.lax.scan(run, x, (part, jnp.asarray(is_whole[start:end])))
             start = end
             if i < len(config.deepstack_visual_indexes):
                 merger, weights = nnx.split(self.deep_mergers)
-                weights = jax.tree.map(lambda leaf, i=i: leaf[i], weights)
+                weights = jax.tree.map(
+                    lambda leaf, i=i: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), weights
+                )
                 deep.append(nnx.merge(merger, weights)(x))
         return ImageFeatures(images.slots, jnp.stack([self.merger(x), *deep], axis=2))
 
