@@ -14,6 +14,19 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+# Annotations are checked at run time in all modules that have shapes. Elsewhere, where the type checker
+# suffices, it would make a call twenty times as slow.
+PACKAGE = Path(__file__).parents[1] / "areal_jax"
+install_import_hook(
+    [
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for path in PACKAGE.rglob("*.py")
+        if "from jaxtyping import" in path.read_text(encoding="utf-8")
+    ],
+    "beartype.beartype",
+)
 
 # Set before jax loads: simulated devices deadlock in XLA's collectives when the pool has fewer
 # threads than they need.
