@@ -219,6 +219,8 @@ class Request:
     returned unchanged."""
     on_progress: OnProgress | None = None
     """Receives tokens before the request is complete."""
+    images: tuple[bytes, ...] = ()
+    """Content of the image files of the prompt's image tokens, in order."""
 
 
 def derive_seed(seed: int, name: str) -> int:

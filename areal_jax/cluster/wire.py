@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+
 from areal_jax.records import Completion, Request, Sampling, TopLogprobs
 
 Plain = Any
@@ -59,6 +61,7 @@ def encode_request(request: Request) -> Plain:
         "seed": request.seed,
         "min_version": request.min_version,
         "resume": encode_completions(request.resume),
+        "images": [np.frombuffer(image, np.uint8) for image in request.images],
     }
 
 
@@ -71,4 +74,5 @@ def decode_request(plain: Plain) -> Request:
         },
         sampling=Sampling(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])}),
         resume=tuple(decode_completions(plain["resume"])),
+        images=tuple(image.tobytes() for image in plain["images"]),
     )

@@ -47,11 +47,22 @@ SLOT = np.dtype(
         ("frequency_penalty", np.float32),
         ("repetition_penalty", np.float32),
         ("num_prompt_tokens", np.int32),
+        ("rope_offset", np.int32),  # added to the position for RoPE, after images
         ("stops_from", np.int32),  # position from which on a stop token may be sampled
         ("stop_tokens", np.int32, MAX_STOP_TOKENS),  # filled up with -1
     ]
 )
 """State of one slot. All fields are four bytes wide: slots travel as one integer array."""
+
+
+class ChunkImages(NamedTuple):
+    """Images among the tokens of a chunk. Axes: T tokens, N of images, K features, E width."""
+
+    positions: Int32[np.ndarray, "T 3"]
+    """Time, row and column of every token, for RoPE."""
+    features: Shaped[np.ndarray, "N K E"] | None
+    """Embeddings of the tokens of images, and what is added after the first layers; None: there
+    are none."""
 
 
 class PrefillChunk(NamedTuple):
@@ -65,6 +76,10 @@ class PrefillChunk(NamedTuple):
     """Pages of the sequence up to the last of these tokens."""
     shard: int = 0
     """Data shard of the pages."""
+    before: Int32[np.ndarray, "_"] = np.zeros(0, np.int32)
+    """The tokens before them."""
+    images: ChunkImages | None = None
+    """Present if there are images among them or before them, whose tokens are negative."""
 
 
 class DecodeOutput(NamedTuple):

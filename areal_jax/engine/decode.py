@@ -46,6 +46,10 @@ from areal_jax.engine.decode_state import (
     unpack_experts,
 )
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.vision.image_processor import ImagePatches
+from areal_jax.models.vision.image_reader import ImageReader
+from areal_jax.models.vision.layout import patch_layout
+from areal_jax.models.vision.tower import ImageFeatures
 from areal_jax.parallel.compilation import (
     Compiler,
     OnProgram,
@@ -53,6 +57,9 @@ from areal_jax.parallel.compilation import (
     compile_lowered,
     compile_programs,
 )
+
+SHORTEST_IMAGE = 64
+"""Patches of the smallest program that computes the embeddings of an image."""
 
 
 class DecodeEngine:
@@ -72,6 +79,7 @@ class DecodeEngine:
         config: EngineConfig,
         compute_dtype: DTypeLike,
         reader: Reader | None = None,
+        image_reader: ImageReader | None = None,
         compiler: Compiler = compile_lowered,
     ):
         """Arguments and errors as of `DecodeShapes`; `compiler` compiles the programs."""
@@ -81,12 +89,19 @@ class DecodeEngine:
         self.compute_dtype, self.kv_dtype = shapes.compute_dtype, shapes.kv_dtype
         self.max_tokens = config.max_tokens
         self.reader: Reader = shapes.reader
+        self.image_reader = image_reader
+        """Preprocesses images; None: prompts have none."""
         self.num_shards, self.pages_per_slot = shapes.num_shards, shapes.pages_per_slot
         self.pages_per_shard = shapes.pages_per_shard
         self.param_shardings, self.base_shardings = shapes.param_shardings, shapes.base_shardings
         self.warm: SamplingMode | None = None
         """Most expensive mode for which every program is compiled; None: each program is compiled
         at its first use."""
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """Ends of the verbs of prefills."""
+        return ("",) if self.image_reader is None else ("", "_images")
 
     @property
     def num_programs(self) -> int:
@@ -150,9 +165,10 @@ class DecodeEngine:
             yield "generate", length, mode
         for tokens in shapes.prefill_lengths:
             for rows in shapes.row_counts(tokens):
-                yield "prefill", rows, tokens
+                yield from ((f"prefill{images}", rows, tokens) for images in self._kinds)
         for tokens in shapes.extend_lengths:
-            yield "extend", shapes.row_counts(tokens)[-1], tokens
+            rows = shapes.row_counts(tokens)[-1]
+            yield from ((f"extend{images}", rows, tokens) for images in self._kinds)
 
     def warm_up_mode(self, mode: SamplingMode, is_stopped: Callable[[], bool]) -> None:
         """Compile what `mode` needs beyond `warm`, while another thread runs compiled programs.
@@ -221,6 +237,8 @@ class DecodeEngine:
                 if chunk.start
                 else ("prefill", shapes.prefill_lengths)
             )
+            if chunk.images is not None:
+                verb += "_images"
             by_shard = waiting.setdefault(
                 (verb, at_least(lengths, len(chunk.tokens))), [[] for _ in range(self.num_shards)]
             )
@@ -230,11 +248,13 @@ class DecodeEngine:
             while (most := max(map(len, by_shard))) > 0:
                 counts = shapes.row_counts(length)
                 # A few are cheaper one by one than in a batch that is mostly padding.
-                is_few = verb == "prefill" and 2 * most * self.num_shards <= counts[-1]
+                is_few = verb.startswith("prefill") and 2 * most * self.num_shards <= counts[-1]
                 rows = counts[0] if is_few else counts[-1]
                 each = rows // self.num_shards
                 now = [shard[:each] for shard in by_shard]
                 batch = self._prefill_batch(now, each, length)
+                if verb.endswith("_images"):
+                    batch += self._image_batch(now, each, length)
                 pages, experts = self.programs.get(verb, rows, length)(params, pages, *batch)
                 if on_experts is not None and experts is not None:
                     host = np.asarray(experts)
@@ -348,10 +368,51 @@ class DecodeEngine:
         starts, counts = np.zeros((2, rows), np.int32)
         for shard, chunks in enumerate(by_shard):
             for row, chunk in enumerate(chunks, shard * rows_per_shard):
-                tokens[row, : len(chunk.tokens)] = chunk.tokens
+                tokens[row, : len(chunk.tokens)] = np.maximum(chunk.tokens, 0)
                 table[row, : len(chunk.pages)] = chunk.pages
                 starts[row], counts[row] = chunk.start, len(chunk.tokens)
         return tokens, table, starts, counts
+
+    def _image_batch(
+        self, by_shard: Sequence[Sequence[PrefillChunk]], rows_per_shard: int, length: int
+    ) -> tuple[np.ndarray, ImageFeatures]:
+        """Return positions and images of a prefill call."""
+        rows = rows_per_shard * self.num_shards
+        shape = self.shapes.features(rows, length)
+        features = np.zeros(shape.shape, shape.dtype)
+        positions, slots = np.zeros((rows, length, 3), np.int32), np.zeros((rows, length), np.int32)
+        for shard, chunks in enumerate(by_shard):
+            for row, chunk in enumerate(chunks, shard * rows_per_shard):
+                assert chunk.images is not None
+                positions[row, : len(chunk.tokens)] = chunk.images.positions
+                if chunk.images.features is not None:
+                    is_image = chunk.tokens < 0
+                    slots[row, : len(is_image)] = np.cumsum(is_image) * is_image
+                    features[row, : int(is_image.sum())] = chunk.images.features
+        return positions, ImageFeatures(slots, features)
+
+    def encode(self, params: EngineParams, image: ImagePatches) -> Shaped[np.ndarray, "N K E"]:
+        """Compute the embeddings of an image, and what is added after the first layers.
+
+        Args:
+            params: Weights.
+            image: A preprocessed image.
+        """
+        vision = self.policy.config.vision
+        assert vision is not None
+        count = len(image.patches)
+        # In powers of two, so that few programs are compiled.
+        length = max(SHORTEST_IMAGE, 1 << (count - 1).bit_length())
+        patches = np.zeros((1, length, vision.patch_width), np.float32)
+        layout = np.zeros((1, length, 5), np.int32)
+        patches[0, :count] = image.patches
+        layout[0, :count] = patch_layout([image.grid], vision.spatial_merge_size)
+        features = np.asarray(self.programs.get("encode", length)(params, patches, layout))
+        return features[0, : count // vision.merged_patches]
+
+    def same_tower(self, old: EngineParams, new: EngineParams) -> bool:
+        """Return whether two sets of weights have the same vision tower, bit for bit."""
+        return bool(self.programs.get("same_tower")(old["vision"], new["vision"]))
 
     def _by_shard(
         self, lists: Sequence[Sequence[tuple[int, ...]]], width: int

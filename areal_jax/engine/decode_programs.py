@@ -20,7 +20,7 @@ from areal_jax.engine.decode_shapes import DecodeShapes, shardings_of
 from areal_jax.engine.decode_state import EngineParams
 from areal_jax.engine.decode_step import generate
 from areal_jax.engine.decode_view import insert_pages, resize
-from areal_jax.engine.prefill import copy_pages, extend, prefill
+from areal_jax.engine.prefill import copy_pages, encode, extend, prefill
 from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.sharding import on_shards
 
@@ -56,10 +56,10 @@ class DecodePrograms:
         """Lower a program.
 
         Args:
-            verb: `init`, `generate`, `prefill`, `extend`, `copy`, `insert`, `resize` or
-                `same_weights`.
+            verb: `init`, `generate`, `prefill`, `extend`, `prefill_images`, `extend_images`,
+                `encode`, `copy`, `insert`, `resize`, `same_weights` or `same_tower`.
             shape: View length and mode of `generate`; rows and tokens of `prefill` and `extend`;
-                tokens and view length of `insert`; both lengths of `resize`.
+                patches of `encode`; tokens and view length of `insert`; both lengths of `resize`.
 
         Raises:
             ValueError: There is no such program.
@@ -74,9 +74,11 @@ class DecodePrograms:
                 )
             case "generate", length, mode:
                 return self._lower_generate(length, SamplingMode(mode))
-            case ("prefill" | "extend") as verb, rows, length:
+            case ("prefill" | "extend" | "prefill_images" | "extend_images") as verb, rows, length:
                 arguments = self._prefill_arguments(rows, length)
-                run = partial(prefill if verb == "prefill" else extend, shapes)
+                if verb.endswith("_images"):
+                    arguments += shapes.images(rows, length)
+                run = partial(prefill if verb.startswith("prefill") else extend, shapes)
                 experts = None
                 if shapes.config.router_replay:
                     size = shapes.experts(rows, length)
@@ -99,6 +101,20 @@ class DecodePrograms:
                 return _lower(
                     lambda view: jax.tree.map(resize, view, after), (shapes.view(length),), after
                 )
+            case "encode", patches:
+                vision = shapes.policy.config.vision
+                assert vision is not None
+                inputs = (
+                    shapes.array((1, patches, vision.patch_width), jnp.float32),
+                    shapes.array((1, patches, 5), jnp.int32),
+                )
+                tokens = patches // vision.merged_patches
+                return _lower(
+                    partial(encode, shapes), (shapes.params, *inputs), shapes.features(1, tokens)
+                )
+            case ("same_tower",):
+                tower = shapes.params["vision"]
+                return _lower(_equal_bits, (tower, tower), shapes.array((), jnp.int32))
             case ("same_weights",):
                 scalar = shapes.array((), jnp.int32)
                 return _lower(_equal_bits, (shapes.params, shapes.params), scalar)

@@ -22,6 +22,7 @@ from areal_jax.models import lora
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import ids_dtype
 from areal_jax.models.paged_attention import PAGE_AXES, Pages, choose_paged_kernel
+from areal_jax.models.vision.tower import ImageFeatures
 from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding, shardings
 
 SHORTEST_PREFILL, SHORTEST_VIEW = 32, 128
@@ -148,6 +149,19 @@ class DecodeShapes:
         """Return the shapes of one list of tuples per data shard, and of their lengths."""
         rows = self.array((self.config.num_slots, width), jnp.int32, "slots")
         return rows, self.array((self.num_shards,), jnp.int32, "slots")
+
+    def features(self, rows: int, tokens: int, *axes: str) -> Any:
+        """Return the shape of the embeddings of images, and of what is added after layers."""
+        vision = self.policy.config.vision
+        assert vision is not None
+        shape = rows, tokens, 1 + len(vision.deepstack_visual_indexes), vision.out_hidden_size
+        return self.array(shape, self.compute_dtype, *axes)
+
+    def images(self, rows: int, tokens: int) -> tuple[Any, ImageFeatures]:
+        """Return the shapes of positions and images of a prefill with images."""
+        positions = self.array((rows, tokens, 3), jnp.int32, "batch")
+        slots = self.array((rows, tokens), jnp.int32, "batch")
+        return positions, ImageFeatures(slots, self.features(rows, tokens, "batch"))
 
     def row_counts(self, length: int) -> list[int]:
         """Return the numbers of rows for which prefill of this length is compiled, ascending."""

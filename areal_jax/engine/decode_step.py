@@ -91,6 +91,9 @@ class _Dispatch:
         self._num_steps = shapes.config.steps_per_dispatch
         self._reads_view = shapes.reader == "view"
         self._position = self._field("position")
+        self._rope_position = self._position
+        if shapes.policy.config.vision is not None:
+            self._rope_position = self._position + self._field("rope_offset")
         self._temperature = self._field("temperature")
         self._stop_tokens = self._field("stop_tokens")
         self._in_prompt, self._num_top_logprobs = None, 0
@@ -153,7 +156,7 @@ class _Dispatch:
         hidden, cache, routing = self._shapes.policy.hidden(
             self._params,
             token[:, None],
-            (self._position + i)[:, None],
+            (self._rope_position + i)[:, None],
             self._attention(i, active),
             cache,
             compute_dtype=self._shapes.compute_dtype,

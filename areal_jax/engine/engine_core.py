@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from areal_jax.engine.batch import SamplingMode
+from areal_jax.engine.batch import PrefillChunk, SamplingMode
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.decode_state import DecodeState
 from areal_jax.engine.engine_metrics import EngineMetrics
 from areal_jax.engine.expert_log import ExpertLog
+from areal_jax.engine.prompt_images import PromptImages
 from areal_jax.engine.scheduler import Scheduler, penalized_tokens
 from areal_jax.engine.sequence import Sequence
 from areal_jax.records import NO_VERSION, Weights
@@ -43,6 +44,9 @@ class EngineCore:
             self.scheduler.experts = ExpertLog(
                 self.scheduler.cache.table, engine.shapes.experts(), engine.shapes.experts_dtype
             )
+        self.images: PromptImages | None = None
+        if engine.image_reader is not None:
+            self.images = PromptImages(engine.image_reader, engine.encode)
         self._log_experts = self.scheduler.experts and self.scheduler.experts.log_prefill
         self.weights = Weights(NO_VERSION, None)
         self.num_tokens = 0
@@ -62,6 +66,8 @@ class EngineCore:
         # Equal weights leave every page as it is, so that such a swap changes no output bit.
         engine, scheduler = self._engine, self.scheduler
         holds_any = scheduler.cache.holds_any
+        if self.images is not None:
+            self._keep_images(self.images, old.params, newest.params)
         if holds_any and not engine.same_weights(old.params, newest.params):
             sequences = scheduler.invalidate(keep=engine.config.on_update == "keep")
             if sequences:
@@ -75,13 +81,16 @@ class EngineCore:
             "swap", start_s, end_s, version=newest.version, recompute_tokens=num_recomputed
         )
 
+    def _keep_images(self, images: PromptImages, old: Any, new: Any) -> None:
+        """Discard the embeddings of images, unless the vision tower is the same."""
+        if old is not None and not self._engine.same_tower(old, new):
+            images.invalidate()
+
     def _rebuild(self, sequences: list[Sequence]) -> int:
         """Recompute the pages of running sequences; return the number of tokens computed."""
         engine, num_tokens = self._engine, 0
         for chunks in self.scheduler.cache.rebuild(sequences):
-            self._state = engine.prefill(
-                self.weights.params, self._state, chunks, self._log_experts
-            )
+            self._compute(chunks)
             num_tokens += sum(len(chunk.tokens) for chunk in chunks)
         columns = {each.slot: each.num_tokens - 1 for each in sequences if each.slot is not None}
         self._sync_page_table()
@@ -96,7 +105,7 @@ class EngineCore:
             return
         start_s = time.perf_counter()
         chunks, complete = scheduler.schedule_prefill()
-        self._state = engine.prefill(self.weights.params, self._state, chunks, self._log_experts)
+        self._compute(chunks)
         insert = scheduler.start(complete)
         if scheduler.experts is not None:
             scheduler.experts.copy(insert.copies)
@@ -108,6 +117,13 @@ class EngineCore:
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         self._metrics.count("prefill_tokens", num_tokens)
         self._metrics.event("prefill", start_s, time.perf_counter(), tokens=num_tokens)
+
+    def _compute(self, chunks: list[PrefillChunk]) -> None:
+        """Compute keys and values of chunks, and the embeddings of their images."""
+        params = self.weights.params
+        if self.images is not None:
+            chunks = self.images.with_images(params, chunks)
+        self._state = self._engine.prefill(params, self._state, chunks, self._log_experts)
 
     def dispatch(self, may_run_ahead: Callable[[], bool]) -> Iterator[list[Sequence]]:
         """Decode until something else is to be done.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 from areal_jax.engine.admission import check_request
@@ -121,14 +122,21 @@ class EngineLoop:
         Raises:
             InvalidRequest: the request exceeds a limit of the engine.
         """
-        model = self._engine.policy.config
-        check_request(request, self._config, model.vocab_size)
-        if model.vision is not None and model.vision.image_token_id in request.prompt_tokens:
-            raise InvalidRequest(
-                f"request {request.id!r}: expected a prompt without images, which the engine does "
-                "not read; fine-tune on examples with images instead"
+        check_request(request, self._config, self._engine.policy.config.vocab_size)
+        deadline_s = time.perf_counter() + self._config.request_timeout_s
+        if (images := self._core.images) is not None:
+            prompt = images.admit(request)
+            request = replace(request, prompt_tokens=prompt.tokens)
+            group = SequenceGroup(
+                request, deadline_s, images=prompt.images, rope_offset=prompt.rope_offset
             )
-        group = SequenceGroup(request, time.perf_counter() + self._config.request_timeout_s)
+        elif request.images:
+            raise InvalidRequest(
+                f"request {request.id!r}: expected a prompt without images, which the policy "
+                f"{self._engine.policy.config.architecture} does not read"
+            )
+        else:
+            group = SequenceGroup(request, deadline_s)
         reply = CommandReply[list[Completion]]()
 
         def abort_if_cancelled(future: asyncio.Future[list[Completion]]) -> None:

@@ -18,6 +18,7 @@ from areal_jax.models.attention import choose_kernel, sharded_attention
 from areal_jax.models.decoder import Attend
 from areal_jax.models.moe import Routing, sharded_experts
 from areal_jax.models.paged_attention import Pages, paged_attention, sharded_write
+from areal_jax.models.vision.tower import ImageFeatures, ImageInputs
 from areal_jax.parallel.sharding import ROLLOUT_RULES
 
 
@@ -29,13 +30,15 @@ def prefill(
     table: Int32[Array, "B M"],
     starts: Int32[Array, "B"],
     counts: Int32[Array, "B"],
+    positions: Int32[Array, "B T 3"] | None = None,
+    images: ImageFeatures | None = None,
 ) -> tuple[tuple[Pages, ...], Shaped[Array, "B T L k"] | None]:
     """Fill the pages of sequences from their first token on; return the experts, if recorded."""
     # Stacked again: a scan over layers compiles faster, and the copy is small beside a prefill.
     stacked = params | {
         "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
     }
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     # Whole rows: nothing before the padding at the end of a row attends to it.
     rows, kernel = (
         jnp.ones_like(tokens),
@@ -46,11 +49,12 @@ def prefill(
     _, kept, routing = shapes.policy.hidden(
         stacked,
         tokens,
-        positions,
+        places if positions is None else positions,
         attend,
         compute_dtype=shapes.compute_dtype,
         experts=experts,
         records_experts=shapes.config.router_replay,
+        images=images,
     )
     pages = write_pages(shapes, pages, zip(*kept, strict=True), table, starts, counts)
     return pages, recorded_experts(routing)
@@ -64,23 +68,37 @@ def extend(
     table: Int32[Array, "B M"],
     starts: Int32[Array, "B"],
     counts: Int32[Array, "B"],
+    positions: Int32[Array, "B T 3"] | None = None,
+    images: ImageFeatures | None = None,
 ) -> tuple[tuple[Pages, ...], Shaped[Array, "B T L k"] | None]:
     """Fill pages of sequences whose earlier pages are filled (chunked prefill)."""
-    positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    places = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     attend = paged_attention(table, starts, counts, "plain", shapes.mesh, ROLLOUT_RULES)
     experts = sharded_experts(shapes.mesh, ROLLOUT_RULES)
     _, pages, routing = shapes.policy.hidden(
         params,
         tokens,
-        positions,
+        places if positions is None else positions,
         attend,
         pages,
         compute_dtype=shapes.compute_dtype,
         unroll=True,
         experts=experts,
         records_experts=shapes.config.router_replay,
+        images=images,
     )
     return pages, recorded_experts(routing)
+
+
+def encode(
+    shapes: DecodeShapes,
+    params: EngineParams,
+    patches: Float[Array, "1 P C"],
+    layout: Int32[Array, "1 P 5"],
+) -> Shaped[Array, "1 G K E"]:
+    """Compute the embeddings of an image."""
+    inputs = ImageInputs(patches, layout, jnp.zeros((1, 1), jnp.int32))
+    return shapes.policy.encode_images(params, inputs, compute_dtype=shapes.compute_dtype).features
 
 
 def recorded_experts(routing: Routing | None) -> Shaped[Array, "B T L k"] | None:

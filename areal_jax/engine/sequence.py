@@ -70,6 +70,8 @@ class Sequence:
     """Set by the group; a sequence by itself has none."""
     experts: Shaped[np.ndarray, "_ L k"] | None = None
     """Recorded experts of the first tokens of prompt and completion."""
+    rope_offset: int = 0
+    """Added to the place of a sampled token, for its position in RoPE."""
     num_reported: int = 0
     """Tokens that were passed to the request's `on_progress`."""
 
@@ -131,6 +133,10 @@ class SequenceGroup:
     """Sequences without a slot, the next one first."""
     prompts: dict[int, PrefillJob] = field(default_factory=dict)
     """By data shard: prefill of the prompt, as long as sequences wait that will share it."""
+    images: tuple[object, ...] = ()
+    """Images of the prompt, kept as long as the group."""
+    rope_offset: int = 0
+    """Of its sequences."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -140,6 +146,7 @@ class SequenceGroup:
         ]
         for sequence in self.sequences:
             sequence.group, sampled = self, sequence.sampled
+            sequence.rope_offset = self.rope_offset
             sequence.experts = sampled.experts
             if sampled.stop_reason != "suspended":
                 sequence.finish(sampled.stop_reason)

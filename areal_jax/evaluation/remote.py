@@ -206,7 +206,16 @@ class TokenServer:
     sampling_mode: RequestSampling
 
     async def submit(self, request: Request) -> list[Completion]:
-        """Return one completion per sample, in order."""
+        """Return one completion per sample, in order.
+
+        Raises:
+            InvalidRequest: the prompt has images.
+        """
+        if request.images:
+            raise InvalidRequest(
+                f"request {request.id!r}: expected a prompt without images, which are not sent to "
+                "a server"
+            )
         choices = await self._sample_tokens(request)
         return [self._completion(choice) for choice in choices]
 

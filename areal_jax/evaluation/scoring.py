@@ -113,7 +113,7 @@ async def evaluate(
     failures = await answer_all(
         enumerate(tasks),
         lambda place, task: workflow(
-            task, EvaluationCalls(engine, version, sampling, seed, place), grader
+            task, EvaluationCalls(engine, version, sampling, seed, place, task.images), grader
         ),
         lambda place, task, samples: found.update({place: samples}),
         name=f"evaluation of version {version}",
@@ -192,6 +192,8 @@ class EvaluationCalls:
     sampling: Sampling
     seed: int
     place: int
+    images: tuple[bytes, ...] = ()
+    """Images of the task."""
     _call_ids: CallIds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -214,6 +216,7 @@ class EvaluationCalls:
             seed=derive_seed(self.seed, f"eval-{call}"),
             min_version=self.version,
             on_progress=on_progress,
+            images=self.images,
         )
         return await self.engine.submit(request)
 

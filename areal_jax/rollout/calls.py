@@ -37,6 +37,8 @@ class JournaledGenerate:
     group_id: int
     journal: dict[str, tuple[Completion, ...]]
     """Request id to completions, of finished calls and of a restored group's unfinished calls."""
+    images: tuple[bytes, ...] = ()
+    """Images of the task, which every prompt of its workflow begins with."""
     pending: set[str] = field(default_factory=set)
     """Ids of unfinished requests."""
     _call_ids: CallIds = field(init=False)
@@ -70,6 +72,7 @@ class JournaledGenerate:
             min_version=self.min_version,
             resume=sampled,
             on_progress=on_progress,
+            images=self.images,
         )
         self.pending.add(call_id)
         try:

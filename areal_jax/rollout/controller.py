@@ -250,7 +250,13 @@ class Rollouts:
     def _start(self, record: SuspendedGroup) -> None:
         min_version = self.gate.start(record.task.kind)
         calls = JournaledGenerate(
-            self._engine, min_version, self._sampling, self._seed, record.id, dict(record.calls)
+            self._engine,
+            min_version,
+            self._sampling,
+            self._seed,
+            record.id,
+            dict(record.calls),
+            record.task.images,
         )
         self._running[record.id] = (record, calls)
         task = asyncio.create_task(

@@ -257,7 +257,9 @@ async def through_workflow(
 
         async def ask(index: int, task: Task) -> Sequence[Answer]:
             samples = await workflow(
-                task, EvaluationCalls(engine, version, sampling, experiment.seed, index), grader
+                task,
+                EvaluationCalls(engine, version, sampling, experiment.seed, index, task.images),
+                grader,
             )
             return [
                 make_answer(sample, tokenizer, experiment.rewards.accept_plain)

@@ -188,7 +188,12 @@ def _make_engines(
     )
     return tuple(
         DecodeEngine(
-            training.policy, mesh, config, training.compute_dtype, compiler=training.compiler
+            training.policy,
+            mesh,
+            config,
+            training.compute_dtype,
+            compiler=training.compiler,
+            image_reader=training.image_reader,
         )
         for mesh in engine_meshes(meshes.rollout, count)
     )

@@ -328,8 +328,8 @@ def find_decoding_policy(
         folder = resolve_policy_folder(config.path, setting)
         policy = find_policy(config, folder, setting=setting)
         dtype = compute_dtype(config.compute_dtype, mesh)
-        engine = DecodeEngine(policy, mesh, engine_config, dtype)
         reader = find_image_reader(folder, policy.config)
+        engine = DecodeEngine(policy, mesh, engine_config, dtype, image_reader=reader)
         tokenizer = load_tokenizer(folder, reader, config.ignore_config_keys)
     if problems := list(find_too_long(engine, f"{setting}={config.path}")):
         raise ConfigError("\n".join(problems))

@@ -19,7 +19,7 @@ from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
 from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import Routing, ids_dtype, sharded_experts
-from areal_jax.models.vision.tower import ImageInputs
+from areal_jax.models.vision.tower import MAX_DENSE_PATCHES, ImageInputs
 from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.fsdp import FullySharded, ShardedMatrix, fully_sharded
 from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, sharding
@@ -170,6 +170,9 @@ class Forward:
         vision, self.row_patches = policy.config.vision, 0
         if vision is not None:
             self.row_patches = config.row_image_tokens * vision.merged_patches
+            if self.row_patches > MAX_DENSE_PATCHES:
+                # Whole blocks of attention.
+                self.row_patches += -self.row_patches % MAX_DENSE_PATCHES
         self._programs: dict[int, jax.stages.Compiled] = {}
 
     @property

@@ -36,7 +36,25 @@ def test_lengths_double_up_to_the_longest_sequence(most: int, lengths: list[int]
 
 def test_slot_records_are_packed_exactly():
     slots = empty_slots(3)
-    slots[1] = (5, 6, 7, 1, (2**32 - 1, 3), 8, 0.7, 9, 0.25, 0.1, 0.5, -0.5, 1.5, 10, 11, range(8))
+    slots[1] = (
+        5,
+        6,
+        7,
+        1,
+        (2**32 - 1, 3),
+        8,
+        0.7,
+        9,
+        0.25,
+        0.1,
+        0.5,
+        -0.5,
+        1.5,
+        10,
+        -3,
+        11,
+        range(8),
+    )
     integers = jnp.asarray(encode_slots(slots))
     assert integers.shape == (3, SLOT.itemsize // 4)
     for name in SLOT.names or ():

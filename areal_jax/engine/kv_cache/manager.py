@@ -215,4 +215,5 @@ class KVCacheManager:
     ) -> PrefillChunk:
         """Return the next chunk of these tokens."""
         end = min(start + self._chunk_tokens, len(tokens))
-        return PrefillChunk(tokens[start:end], start, pages[: self.table.num_pages(end)], shard)
+        needed = pages[: self.table.num_pages(end)]
+        return PrefillChunk(tokens[start:end], start, needed, shard, tokens[:start])

@@ -40,11 +40,11 @@ class ImageInputs(NamedTuple):
 class ImageFeatures(NamedTuple):
     """Embeddings of the images of rows of tokens."""
 
-    slots: Int[Array, "B T"]
+    slots: Any
     """As in `ImageInputs`."""
-    features: Float[Array, "B G K E"]
-    """Embedding of each token of an image, then what is added to its hidden states after the first
-    layers of the decoder."""
+    features: Any
+    """Float[Array, "B G K E"]. Embedding of each token of an image, then what is added to its
+    hidden states after the first layers of the decoder."""
 
     def by_token(self) -> Float[Array, "B T K E"]:
         """Return the features of each token; 0 of text."""
