@@ -111,12 +111,12 @@ class DecodeShapes:
 
     def pages(self) -> tuple[Pages, ...]:
         """Return the shapes of the KV-cache pages, by layer."""
-        model = self.policy.config
+        model, (num_heads, head_dim) = self.policy.config, self._cached_heads()
         shape = (
-            model.num_key_value_heads,
+            num_heads,
             self.num_shards * self.pages_per_shard,
             self.config.page_tokens,
-            model.head_dim,
+            head_dim,
         )
         half = self.array(shape, self.kv_dtype, *PAGE_AXES)
         scales = (
@@ -124,17 +124,26 @@ class DecodeShapes:
             if self.kv_dtype == self.compute_dtype
             else self.array(shape[:-1], jnp.float32, *PAGE_AXES)
         )
-        return (Pages(half, half, scales, scales),) * model.num_hidden_layers
+        values = (half, scales) if model.latent is None else (None, None)
+        return (Pages(half, values[0], scales, values[1]),) * model.num_hidden_layers
 
     def view(self, length: int) -> Any:
         """Return the shapes of a view of this length; of an empty one if attention reads pages."""
         if self.reader != "view":
             return ()
-        model, columns = self.policy.config, self.config.steps_per_dispatch + length
-        shape, axes = (self.config.num_slots, model.num_key_value_heads), ("slots", "kv_heads")
-        keys = self.array((*shape, model.head_dim, columns), self.compute_dtype, *axes)
-        values = self.array((*shape, columns, model.head_dim), self.compute_dtype, *axes)
-        return ((keys, values),) * model.num_hidden_layers
+        model, (num_heads, head_dim) = self.policy.config, self._cached_heads()
+        columns = self.config.steps_per_dispatch + length
+        shape, axes = (self.config.num_slots, num_heads), ("slots", "kv_heads")
+        keys = self.array((*shape, head_dim, columns), self.compute_dtype, *axes)
+        values = self.array((*shape, columns, head_dim), self.compute_dtype, *axes)
+        return ((keys, values if model.latent is None else None),) * model.num_hidden_layers
+
+    def _cached_heads(self) -> tuple[int, int]:
+        """Return the number and size of the heads in the KV cache."""
+        model = self.policy.config
+        if model.latent is not None:
+            return 1, model.latent.width
+        return model.num_key_value_heads, model.head_dim
 
     def state(self, view_length: int) -> DecodeState:
         """Return the shapes of a whole state."""
@@ -177,7 +186,7 @@ class DecodeShapes:
         """Return the shape of recorded experts, [.., L, k]."""
         moe = self.policy.config.moe
         assert moe is not None
-        return (*leading, self.policy.config.num_hidden_layers, moe.num_experts_per_tok)
+        return (*leading, self.policy.config.num_moe_layers, moe.num_experts_per_tok)
 
     @property
     def experts_dtype(self) -> type[np.uint8] | type[np.uint16]:
@@ -211,6 +220,8 @@ class DecodeShapes:
         platform = self.mesh.devices.flat[0].platform
         if platform == "cpu":
             return "view"
+        if self.policy.config.latent is not None:
+            return "plain"
         is_narrow = self.kv_dtype != self.compute_dtype
         return choose_paged_kernel(
             platform, self.policy.config.head_dim, self.config.page_tokens, is_narrow=is_narrow
@@ -221,12 +232,7 @@ class DecodeShapes:
         shapes = jax.eval_shape(
             lambda params: lay_out_params(self.policy, params, self.compute_dtype), params
         )
-        layer = jax.tree.map(
-            lambda names: names[1:], axes["layers"], is_leaf=lambda node: isinstance(node, tuple)
-        )
-        placed = shardings(
-            self.mesh, {**axes, "layers": (layer,) * len(shapes["layers"])}, shapes, ROLLOUT_RULES
-        )
+        placed = shardings(self.mesh, self.policy.unstack_axes(axes), shapes, ROLLOUT_RULES)
         return jax.tree.map(
             lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),
             shapes,

@@ -25,10 +25,10 @@ EngineParams: TypeAlias = dict[str, Any]
 adapter, matrices are `Adapted` and never merged: an update smaller than half a step of bfloat16
 would be lost."""
 
-View: TypeAlias = tuple[tuple[Array, Array], ...]
+View: TypeAlias = tuple[tuple[Array, Array | None], ...]
 """Keys [S, K, H, n + C] and values [S, K, n + C, H] of each layer, as attention reads them: first n
 columns for the tokens of the current dispatch, then one column per position. Empty where attention
-reads pages."""
+reads pages. Without values, keys are also the values (latent attention)."""
 
 Reader: TypeAlias = Literal["view"] | PagedKernel
 """Source of keys and values during sampling: a view of the pages, or the pages themselves through a

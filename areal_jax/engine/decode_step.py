@@ -163,6 +163,7 @@ class _Dispatch:
             unroll=True,
             experts=sharded_experts(self._shapes.mesh, ROLLOUT_RULES),
             records_experts=ids is not None,
+            absorbs=True,
         )
         if ids is not None:
             chosen = recorded_experts(routing)
@@ -274,7 +275,10 @@ class _Dispatch:
         if not self._reads_view:
             return DecodeState(cache, state.view, slots, state.table), jnp.concatenate(packed)
         computed = [
-            (keys[..., :num_steps].transpose(0, 3, 1, 2), values[:, :, :num_steps].swapaxes(1, 2))
+            (
+                keys[..., :num_steps].transpose(0, 3, 1, 2),
+                None if values is None else values[:, :, :num_steps].swapaxes(1, 2),
+            )
             for keys, values in cache
         ]
         pages = write_pages(

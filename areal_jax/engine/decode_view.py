@@ -39,17 +39,21 @@ def attend_to_view(
     def attend(
         q: Float[Array, "S 1 N H"],
         k: Float[Array, "S 1 K H"],
-        v: Float[Array, "S 1 K H"],
-        cache: tuple[Array, Array],
+        v: Float[Array, "S 1 K H"] | None,
+        cache: tuple[Array, Array | None],
         window: int | None = None,
         sinks: Float[Array, "N"] | None = None,
-    ) -> tuple[Float[Array, "S 1 N H"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "S 1 N H"], tuple[Array, Array | None]]:
         # Rounded as the pages round, so that the view holds the same values before they are
         # written to pages.
-        k, v = as_stored(k, kv_dtype), as_stored(v, kv_dtype)
+        k = as_stored(k, kv_dtype)
         keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k.transpose(0, 2, 3, 1), step, 3)
-        values = jax.lax.dynamic_update_slice_in_dim(cache[1], v.swapaxes(1, 2), step, 2)
         near = seen if window is None else seen & (ages < window)
+        if v is None or cache[1] is None:
+            out = masked_attention(q, keys, keys.swapaxes(2, 3), near[:, None], sinks)
+            return out, (keys, None)
+        v = as_stored(v, kv_dtype)
+        values = jax.lax.dynamic_update_slice_in_dim(cache[1], v.swapaxes(1, 2), step, 2)
         return masked_attention(q, keys, values, near[:, None], sinks), (keys, values)
 
     return attend
@@ -61,19 +65,16 @@ def settle(view: View, position: Int32[Array, "S"], num_steps: int) -> View:
     A slot that ended may then have columns of other tokens, which nothing reads.
     """
 
-    def one_slot(
-        keys: Float[Array, "K H C"], values: Float[Array, "K C H"], position: Int32[Array, ""]
-    ) -> tuple[Float[Array, "K H C"], Float[Array, "K C H"]]:
-        return (
-            jax.lax.dynamic_update_slice_in_dim(
-                keys, keys[:, :, :num_steps], num_steps + position, 2
-            ),
-            jax.lax.dynamic_update_slice_in_dim(
-                values, values[:, :num_steps], num_steps + position, 1
-            ),
-        )
+    def settled(x: Float[Array, "S ..."], axis: int) -> Float[Array, "S ..."]:
+        def one_slot(x: Array, position: Int32[Array, ""]) -> Array:
+            new = jax.lax.slice_in_dim(x, 0, num_steps, axis=axis)
+            return jax.lax.dynamic_update_slice_in_dim(x, new, num_steps + position, axis)
 
-    return tuple(jax.vmap(one_slot)(keys, values, position) for keys, values in view)
+        return jax.vmap(one_slot)(x, position)
+
+    return tuple(
+        (settled(keys, 2), None if values is None else settled(values, 1)) for keys, values in view
+    )
 
 
 def insert_pages(
@@ -92,15 +93,15 @@ def insert_pages(
         slot = slots[i, 0]
         ids = jax.lax.dynamic_slice_in_dim(table, slot, 1)[:, :num_pages]
 
-        def put(keys: Array, values: Array, layer: Pages) -> tuple[Array, Array]:
+        def put(keys: Array, values: Array | None, layer: Pages) -> tuple[Array, Array | None]:
             k, v = (
-                x.swapaxes(0, 1)[:, :, : values.shape[2] - first]
+                x.swapaxes(0, 1)[:, :, : keys.shape[3] - first]
                 for x in read_pages(layer, ids, keys.dtype)
             )
-            return (
-                jax.lax.dynamic_update_slice(keys, k.swapaxes(2, 3), (slot, 0, 0, first)),
-                jax.lax.dynamic_update_slice(values, v, (slot, 0, first, 0)),
-            )
+            keys = jax.lax.dynamic_update_slice(keys, k.swapaxes(2, 3), (slot, 0, 0, first))
+            if values is None:
+                return keys, None
+            return keys, jax.lax.dynamic_update_slice(values, v, (slot, 0, first, 0))
 
         return tuple(put(*layer_view, layer) for layer_view, layer in zip(view, pages, strict=True))
 

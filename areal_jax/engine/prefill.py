@@ -35,9 +35,7 @@ def prefill(
 ) -> tuple[tuple[Pages, ...], Shaped[Array, "B T L k"] | None]:
     """Fill the pages of sequences from their first token on; return the experts, if recorded."""
     # Stacked again: a scan over layers compiles faster, and the copy is small beside a prefill.
-    stacked = params | {
-        "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
-    }
+    stacked = shapes.policy.stack(params)
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     # Whole rows: nothing before the padding at the end of a row attends to it.
     rows, kernel = (
@@ -55,8 +53,11 @@ def prefill(
         experts=experts,
         records_experts=shapes.config.router_replay,
         images=images,
+        absorbs=True,
     )
-    pages = write_pages(shapes, pages, zip(*kept, strict=True), table, starts, counts)
+    keys, values = kept
+    computed = ((keys[i], None if values is None else values[i]) for i in range(len(pages)))
+    pages = write_pages(shapes, pages, computed, table, starts, counts)
     return pages, recorded_experts(routing)
 
 
@@ -86,6 +87,7 @@ def extend(
         experts=experts,
         records_experts=shapes.config.router_replay,
         images=images,
+        absorbs=True,
     )
     return pages, recorded_experts(routing)
 
@@ -109,12 +111,12 @@ def recorded_experts(routing: Routing | None) -> Shaped[Array, "B T L k"] | None
 def write_pages(
     shapes: DecodeShapes,
     pages: tuple[Pages, ...],
-    computed: Iterable[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]],
+    computed: Iterable[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"] | None]],
     table: Int32[Array, "B M"],
     starts: Int32[Array, "B"],
     counts: Int32[Array, "B"],
 ) -> tuple[Pages, ...]:
-    """Write keys and values of every layer to its pages."""
+    """Write keys and values of every layer to its pages; without values, keys alone."""
     return tuple(
         sharded_write(layer, k, v, table, starts, counts, shapes.mesh, ROLLOUT_RULES)
         for layer, (k, v) in zip(pages, computed, strict=True)
@@ -137,11 +139,11 @@ def copy_pages(
 
 
 def _attend_and_keep(attend: Attend) -> Attend:
-    """Return `attend` that also returns keys and values."""
+    """Return `attend` that also returns keys and values; without values, keys alone."""
 
     def attend_and_keep(
-        q: Array, k: Array, v: Array, cache: None, *settings: Any
-    ) -> tuple[Array, tuple[Array, Array]]:
+        q: Array, k: Array, v: Array | None, cache: None, *settings: Any
+    ) -> tuple[Array, tuple[Array, Array | None]]:
         return attend(q, k, v, cache, *settings)[0], (k, v)
 
     return attend_and_keep

@@ -35,6 +35,69 @@ class MoEConfig:
     """Weight of the load-balance loss."""
     shared_expert_intermediate_size: int = 0
     """Width of the MLP that every token goes to, besides its experts; 0: there is none."""
+    num_dense_layers: int = 0
+    """Layers without experts, the first ones."""
+    groups: ExpertGroups | None = None
+    """Choice of experts by sigmoid and groups; None: by softmax."""
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Choice of experts in DeepSeek-V3 (arXiv:2412.19437); fields as in config.json."""
+
+    n_group: int
+    """Groups of experts."""
+    topk_group: int
+    """Groups that a token's experts are in."""
+    routed_scaling_factor: float
+    """Factor of the weights of a token's experts."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA, arXiv:2405.04434); fields as in config.json.
+
+    Keys and values of all heads are products with one latent vector, beside a key that all heads
+    share and RoPE rotates.
+    """
+
+    q_lora_rank: int | None
+    """Width of the latent of queries; None: they are products with the hidden state."""
+    kv_lora_rank: int
+    """Width of the latent of keys and values."""
+    qk_nope_head_dim: int
+    """Dimensions of a head's query and key that RoPE does not rotate."""
+    qk_rope_head_dim: int
+    """Dimensions that it rotates."""
+    v_head_dim: int
+    rope_interleave: bool = True
+    """Whether RoPE rotates dimensions 2i and 2i + 1, not i and i + half."""
+    mscale_all_dim: float = 0.0
+    """Of YaRN: scores are multiplied by the square of its attention factor with this scale."""
+
+    @property
+    def width(self) -> int:
+        """Numbers per token in the KV cache of a layer: latent and rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def num_params(self, hidden_size: int, num_heads: int, *, has_biases: bool) -> int:
+        """Number of parameters of a layer's attention."""
+        rank, matrices = self.q_lora_rank, self.matmul_params(hidden_size, num_heads)
+        biases = (rank or 0) + self.width + hidden_size if has_biases else 0
+        return matrices + (rank or 0) + self.kv_lora_rank + biases
+
+    def matmul_params(self, hidden_size: int, num_heads: int) -> int:
+        """Number of parameters of a layer's attention in matrix products."""
+        rank, queries = (
+            self.q_lora_rank,
+            num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim),
+        )
+        return (
+            (hidden_size * queries if rank is None else rank * (hidden_size + queries))
+            + hidden_size * self.width
+            + self.kv_lora_rank * num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+            + num_heads * self.v_head_dim * hidden_size
+        )
 
 
 @dataclass(frozen=True)
@@ -75,8 +138,10 @@ class ModelConfig:
     """Window of each layer: number of tokens that a query sees, including its own; None: all.
     Empty: no layer has a window.
     """
+    latent: LatentAttention | None = None
+    """Latent attention, where `head_dim` is the size of a head's query and key."""
     moe: MoEConfig | None = None
-    """Experts that replace the MLP of every layer."""
+    """Experts that replace the MLP of every layer, or of all but the first ones."""
     vision: VisionConfig | None = None
     """Tower that reads images."""
     mrope_section: tuple[int, ...] = ()
@@ -131,6 +196,10 @@ class ModelConfig:
         if "quantization_config" not in ignored_keys:
             _check_quantization(config, source)
         config = _with_defaults(config, family)
+        latent = _read_latent(config, source) if family.has_latent_attention else None
+        if latent is not None:
+            size = latent.qk_nope_head_dim + latent.qk_rope_head_dim
+            config = {**config, "head_dim": size}
         num_heads = _read_count(config, "num_attention_heads", source)
         num_kv_heads = _read_count(config, "num_key_value_heads", source, num_heads)
         hidden_size = _read_count(config, "hidden_size", source)
@@ -175,9 +244,12 @@ class ModelConfig:
             rope_scaling=rotary.scaling,
             # Without layers with a window, their RoPE has no effect.
             local_rope_theta=rotary.local_theta if any(windows) else None,
-            rotary_dim=_rotary_dim(rotary.partial_factor, head_dim, source),
+            rotary_dim=_rotary_dim(rotary.partial_factor, head_dim, source)
+            if latent is None
+            else latent.qk_rope_head_dim,
             query_pre_attn_scalar=_read_query_scalar(config, head_dim, source),
             sliding_windows=windows,
+            latent=latent,
             moe=_read_moe(_with_expert_keys(config, family), source) if family.is_moe else None,
             bos_token_id=_read_token(config, "bos_token_id", source),
             eos_token_id=_read_tokens(config, "eos_token_id", source),
@@ -234,6 +306,7 @@ class ModelConfig:
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
+            **_latent_to_hf(self.latent),
             **_activation_key(self.traits),
             **self._rope_to_hf(),
             "rms_norm_eps": self.rms_norm_eps,
@@ -254,10 +327,7 @@ class ModelConfig:
             written["query_pre_attn_scalar"] = int(scalar) if scalar.is_integer() else scalar
         written |= _windows_to_hf(self.traits.windows, self.sliding_windows, self.num_hidden_layers)
         if self.moe is not None:
-            moe = asdict(self.moe)
-            if not self.moe.shared_expert_intermediate_size:
-                del moe["shared_expert_intermediate_size"]
-            written |= _rename_expert_keys(moe, self.traits)
+            written |= _moe_to_hf(self.moe, self.traits)
         if self.is_scalar:
             # transformers counts the labels of id2label.
             written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -275,12 +345,33 @@ class ModelConfig:
             return {"rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta}}
         factor = share if self.traits.rotates_part else None
         local = self.traits.rope_by_window, self.local_rope_theta
-        return rope.to_hf(self.rope_theta, self.rope_scaling, factor, *local)
+        written = rope.to_hf(self.rope_theta, self.rope_scaling, factor, *local)
+        if self.latent is not None and self.latent.mscale_all_dim:
+            written["rope_scaling"] |= {"mscale_all_dim": self.latent.mscale_all_dim}
+        return written
 
     @property
     def traits(self) -> Traits:
         """Properties of the family."""
         return TRAITS[self.architecture]
+
+    def layers_with(self, path: tuple[str, ...]) -> range:
+        """Layers that have a parameter.
+
+        Args:
+            path: path of the parameter in a layer, such as ("mlp", "router").
+        """
+        num_dense = self.num_hidden_layers if self.moe is None else self.moe.num_dense_layers
+        if path[0] != "mlp":
+            return range(self.num_hidden_layers)
+        if path[1] in _DENSE_MLP:
+            return range(num_dense)
+        return range(num_dense, self.num_hidden_layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Number of layers with experts."""
+        return len(self.layers_with(("mlp", "router")))
 
     @property
     def is_scalar(self) -> bool:
@@ -296,8 +387,10 @@ class ModelConfig:
             self.hidden_size,
         )
         attention = 2 * width * (heads + kv_heads) * self.head_dim
+        if self.latent is not None:
+            attention = self.latent.num_params(width, heads, has_biases=self.output_bias)
         biases = (heads + 2 * kv_heads) * self.head_dim if self.attention_bias else 0
-        biases += width if self.output_bias else 0
+        biases += width if self.output_bias and self.latent is None else 0
         biases += heads if self.traits.has_sinks else 0
         biases += 2 * self.intermediate_size + width if self.mlp_bias else 0
         norms = (4 if self.traits.norms == "both" else 2) * width
@@ -306,22 +399,24 @@ class ModelConfig:
             norms += (
                 heads + kv_heads if self.traits.qk_norm_over == "heads" else 2
             ) * self.head_dim
-        if (moe := self.moe) is None:
-            mlp = 3 * width * self.intermediate_size
-        else:
+        dense, mlp = 3 * width * self.intermediate_size, 0
+        if (moe := self.moe) is not None:
             mlp = moe.num_experts * (width + 3 * width * moe.moe_intermediate_size)
             if self.traits.has_expert_biases:
                 # Of the router, of gate and up, and of down.
                 mlp += moe.num_experts * (1 + 2 * moe.moe_intermediate_size + width)
-            if moe.shared_expert_intermediate_size:
-                mlp += 3 * width * moe.shared_expert_intermediate_size + width
-        layer = attention + biases + norms + mlp
+            mlp += moe.num_experts if moe.groups is not None else 0
+            mlp += 3 * width * moe.shared_expert_intermediate_size
+            if moe.shared_expert_intermediate_size and self.traits.has_shared_gate:
+                mlp += width
+        layers = self.num_hidden_layers * (attention + biases + norms)
+        layers += self.num_moe_layers * mlp + self._num_dense_layers * dense
         if self.is_scalar:
             head = width + (self.readout == "TokenClassification")
         else:
             head = 0 if self.tie_word_embeddings else self.vocab_size * width
         tower = 0 if self.vision is None else self.vision.num_params
-        return self.vocab_size * width + self.num_hidden_layers * layer + width + head + tower
+        return self.vocab_size * width + layers + width + head + tower
 
     @property
     def matmul_params(self) -> int:
@@ -331,28 +426,45 @@ class ModelConfig:
             self.hidden_size,
             self.moe,
         )
-        if moe is None:
-            mlp = 3 * width * self.intermediate_size
-        else:
+        mlp = 0
+        if moe is not None:
             mlp = (
                 width * moe.num_experts
                 + 3 * width * moe.moe_intermediate_size * moe.num_experts_per_tok
                 + 3 * width * moe.shared_expert_intermediate_size
             )
         head = width if self.is_scalar else self.vocab_size * width
-        return self.num_hidden_layers * (2 * width * heads * self.head_dim + mlp) + head
+        attention = 2 * width * heads * self.head_dim
+        if self.latent is not None:
+            attention = self.latent.matmul_params(width, self.num_attention_heads)
+        dense = self._num_dense_layers * 3 * width * self.intermediate_size
+        return self.num_hidden_layers * attention + self.num_moe_layers * mlp + dense + head
+
+    @property
+    def _num_dense_layers(self) -> int:
+        return self.num_hidden_layers - self.num_moe_layers
 
     @property
     def attention_width(self) -> int:
         """Layers x heads x head size: each pair of query and key costs 4 times this in FLOPs (12 in
         a training step).
         """
-        return self.num_hidden_layers * self.num_attention_heads * self.head_dim
+        width = self.num_attention_heads * self.head_dim
+        if self.latent is not None:
+            # Values are narrower than queries and keys.
+            width -= self.num_attention_heads * (self.head_dim - self.latent.v_head_dim) // 2
+        return self.num_hidden_layers * width
 
     @property
     def cached_per_token(self) -> int:
         """Numbers per token in the KV cache."""
+        if self.latent is not None:
+            return self.num_hidden_layers * self.latent.width
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
+
+_DENSE_MLP = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+"""Parameters of an MLP without experts."""
 
 
 def _with_readout(architecture: Family, readout: Readout) -> str:
@@ -569,6 +681,64 @@ def _with_expert_keys(config: Mapping[str, Any], family: Traits) -> dict[str, An
     return {**config, **named}
 
 
+def _moe_to_hf(experts: MoEConfig, family: Traits) -> dict[str, Any]:
+    moe = asdict(experts)
+    num_dense, groups = moe.pop("num_dense_layers"), moe.pop("groups")
+    if groups is not None:
+        shared = moe.pop("shared_expert_intermediate_size") // experts.moe_intermediate_size
+        moe |= groups | {"n_shared_experts": shared, "first_k_dense_replace": num_dense}
+    elif not experts.shared_expert_intermediate_size:
+        del moe["shared_expert_intermediate_size"]
+    return _rename_expert_keys(moe, family)
+
+
+def _latent_to_hf(latent: LatentAttention | None) -> dict[str, Any]:
+    if latent is None:
+        return {}
+    written = asdict(latent)
+    # It is a setting of RoPE.
+    del written["mscale_all_dim"]
+    # transformers names the rotated part of a head so.
+    return written | {"head_dim": latent.qk_rope_head_dim}
+
+
+def _read_latent(config: Mapping[str, Any], source: str) -> LatentAttention:
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    rank, nope, rotated, values = (_read_count(config, name, source) for name in sizes)
+    derived = {
+        "num_key_value_heads": _read_count(config, "num_attention_heads", source),
+        "qk_head_dim": nope + rotated,
+        "head_dim": rotated,
+    }
+    if wrong := {
+        name: config[name]
+        for name, value in derived.items()
+        if config.get(name) not in (None, value)
+    }:
+        raise ValueError(
+            f"{source}: expected latent attention with {derived} or without these keys, found "
+            f"{wrong}"
+        )
+    if rotated % 2 or values > nope + rotated:
+        raise ValueError(
+            f"{source}: expected qk_rope_head_dim to be even, and v_head_dim to be at most "
+            f"qk_nope_head_dim + qk_rope_head_dim, found qk_rope_head_dim={rotated}, "
+            f"v_head_dim={values}, qk_nope_head_dim={nope}"
+        )
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return LatentAttention(
+        q_lora_rank=None
+        if config.get("q_lora_rank") is None
+        else _read_count(config, "q_lora_rank", source),
+        kv_lora_rank=rank,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rotated,
+        v_head_dim=values,
+        rope_interleave=_read_flag(config, "rope_interleave", source),
+        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
+    )
+
+
 def _rename_expert_keys(moe: dict[str, Any], family: Traits) -> dict[str, Any]:
     if not family.expert_keys:
         return moe | {"decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -593,10 +763,29 @@ def _read_moe(config: Mapping[str, Any], source: str) -> MoEConfig:
             f"{source}: expected num_experts_per_tok to be at most {name}={num_experts}, found "
             f"{per_token}"
         )
+    groups = _read_groups(config, num_experts, per_token, source) if "n_group" in config else None
+    width = _read_count(config, "moe_intermediate_size", source)
+    if groups is not None:
+        num_dense = config["first_k_dense_replace"]
+        if not 0 <= num_dense < _read_count(config, "num_hidden_layers", source):
+            raise ValueError(
+                f"{source}: expected first_k_dense_replace below num_hidden_layers, found "
+                f"{num_dense!r}"
+            )
+        return MoEConfig(
+            num_experts=num_experts,
+            num_experts_per_tok=per_token,
+            moe_intermediate_size=width,
+            norm_topk_prob=_read_flag(config, "norm_topk_prob", source),
+            router_aux_loss_coef=0.0,
+            shared_expert_intermediate_size=width * _read_count(config, "n_shared_experts", source),
+            num_dense_layers=num_dense,
+            groups=groups,
+        )
     return MoEConfig(
         num_experts=num_experts,
         num_experts_per_tok=per_token,
-        moe_intermediate_size=_read_count(config, "moe_intermediate_size", source),
+        moe_intermediate_size=width,
         norm_topk_prob=_read_flag(config, "norm_topk_prob", source),
         router_aux_loss_coef=_read_number(config, "router_aux_loss_coef", source, 0.001),
         shared_expert_intermediate_size=_read_count(
@@ -605,3 +794,18 @@ def _read_moe(config: Mapping[str, Any], source: str) -> MoEConfig:
         if "shared_expert_intermediate_size" in config
         else 0,
     )
+
+
+def _read_groups(
+    config: Mapping[str, Any], num_experts: int, per_token: int, source: str
+) -> ExpertGroups:
+    count, top = (_read_count(config, name, source) for name in ("n_group", "topk_group"))
+    size = num_experts // count
+    # The score of a group is that of its two best experts.
+    if num_experts % count or size < 2 or top > count or per_token > top * size:
+        raise ValueError(
+            f"{source}: expected n_group groups of at least two experts each, and topk_group of "
+            f"them with num_experts_per_tok experts, found n_group={count}, topk_group={top}, "
+            f"n_routed_experts={num_experts}, num_experts_per_tok={per_token}"
+        )
+    return ExpertGroups(count, top, _read_number(config, "routed_scaling_factor", source, 1.0))

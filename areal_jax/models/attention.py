@@ -107,11 +107,12 @@ def packed_attention(segment_ids: Int[Array, "B T"], kernel: Kernel = "dense") -
     def attend(
         q: Array,
         k: Array,
-        v: Array,
+        v: Array | None,
         cache: None,
         window: int | None = None,
         sinks: Array | None = None,
     ) -> tuple[Array, None]:
+        v = k if v is None else v
         match kernel:
             case "dense":
                 out = _dense_attention(q, k, v, segment_ids, window, sinks)
@@ -153,11 +154,12 @@ def sharded_attention(
     def attend(
         q: Array,
         k: Array,
-        v: Array,
+        v: Array | None,
         cache: None,
         window: int | None = None,
         sinks: Array | None = None,
     ) -> tuple[Array, None]:
+        v = k if v is None else v
         q = constrain(q, "batch", "tokens", "heads")
         k, v = (constrain(x, "batch", "tokens", "kv_heads") for x in (k, v))
         by_rows = sharding(mesh, ("batch", None), segment_ids.shape, rules).spec

@@ -17,8 +17,20 @@ Remat = Literal["none", "dots", "attention", "full"]
 none: all are saved. dots: outputs of weight matrices and of attention. attention: outputs of
 attention, so that attention is not computed twice. full: the input of the layer alone."""
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""Matrices of a layer, as named by PEFT and transformers."""
+Target = Literal[
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "q_a_proj",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_b_proj",
+]
+"""Matrices of a layer, as named by PEFT and transformers; the last four of latent attention."""
 
 
 @chz.chz

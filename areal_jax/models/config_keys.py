@@ -247,6 +247,45 @@ FAMILY_KEYS: Final[dict[Family, Mapping[str, Rule]]] = {
         "swiglu_limit": Only((7.0,)),
         "swiglu_alpha": Only((1.702,)),
     },
+    "DeepseekV3ForCausalLM": {
+        **dict.fromkeys(
+            (
+                "kv_lora_rank",
+                "q_lora_rank",
+                "qk_nope_head_dim",
+                "qk_rope_head_dim",
+                "qk_head_dim",
+                "v_head_dim",
+                "rope_interleave",
+                "n_routed_experts",
+                "n_shared_experts",
+                "num_experts_per_tok",
+                "moe_intermediate_size",
+                "n_group",
+                "topk_group",
+                "first_k_dense_replace",
+                "norm_topk_prob",
+                "routed_scaling_factor",
+            ),
+            "read",
+        ),
+        # The balance loss of pretraining, its parallelism, code that transformers no longer needs,
+        # and layers that predict several tokens, which are not read.
+        **dict.fromkeys(
+            (
+                "aux_loss_alpha",
+                "seq_aux",
+                "ep_size",
+                "auto_map",
+                "num_nextn_predict_layers",
+                "num_mtp_layers",
+            ),
+            "harmless",
+        ),
+        "moe_layer_freq": Only((1, None)),
+        "scoring_func": Only(("sigmoid", None)),
+        "topk_method": Only(("noaux_tc", None)),
+    },
     # Keys of their language models; those of towers are in models/vision/config.py.
     "Qwen2_5_VLForConditionalGeneration": {
         "attention_bias": Only((True,)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -43,7 +44,7 @@ LayerCache: TypeAlias = Any
 @runtime_checkable
 class Attend(Protocol):
     """Attention: (q [B T N H], k [B T K H], v [B T K H], cache, window, sinks [N]) ->
-    (out [B T N H], cache).
+    (out [B T N H], cache). Without v, keys are also the values (latent attention).
 
     RoPE is already applied to q and k; q is unscaled, so attend divides the scores by sqrt(H). A
     query sees itself and the tokens less than `window` before it. The sink of a head is the score
@@ -57,7 +58,7 @@ class Attend(Protocol):
         self,
         q: Array,
         k: Array,
-        v: Array,
+        v: Array | None,
         cache: LayerCache,
         window: int | None = None,
         sinks: Array | None = None,
@@ -109,15 +110,25 @@ class Policy:
             )
         self.config, self.lora = config, lora
         decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
-        self._layer = nnx.graphdef(decoder.layers)
+        self._layer: Any = nnx.graphdef(decoder.layers)
+        self._dense_layer: Any = nnx.graphdef(getattr(decoder, "dense_layers", decoder.layers))
         self._tower: Any = nnx.graphdef(decoder.vision) if config.vision else None
-        state = nnx.state(decoder)
-        self._abstract = nnx.to_pure_dict(state)
-        axes = {path: variable.get_metadata("axes") for path, variable in nnx.to_flat_state(state)}
+        self._abstract = jax.eval_shape(
+            lambda: _joined(nnx.to_pure_dict(nnx.state(Decoder(config, jax.random.key(0)))))
+        )
+        axes = {
+            path: variable.get_metadata("axes")
+            for path, variable in nnx.to_flat_state(nnx.state(decoder))
+        }
+        # The first layers have the axes of the others, except where these have experts.
+        named = {
+            ("layers", *path[1:]) if path[0] == "dense_layers" else path: names
+            for path, names in axes.items()
+        }
         self._axes = traverse_util.unflatten_dict(
             {
                 path: ("layers", *names) if is_stacked(path) else names
-                for path, names in axes.items()
+                for path, names in named.items()
             }
         )
 
@@ -146,6 +157,7 @@ class Policy:
         replay: Shaped[Array, "B T L k"] | None = None,
         records_experts: bool = False,
         images: ImageFeatures | None = None,
+        absorbs: bool = False,
     ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
         """Compute the final hidden states, after the last norm.
 
@@ -166,13 +178,15 @@ class Policy:
             remat: activations of each layer that are saved for the backward pass.
             experts: computation of experts; on several devices `sharded_experts`.
             counted: mask of the tokens whose routing is summed; None for no sums.
-            replay: recorded experts of each token in each layer; see `MoE`.
+            replay: recorded experts of each token in each layer with experts; see `MoE`.
             records_experts: whether the routing contains the experts of every token.
             images: result of `encode_images`, which replaces the embeddings of tokens.
+            absorbs: whether latent attention calls `attend` with latents, see `LatentAttention`;
+                without effect on other attention.
 
         Returns:
-            Hidden states, the cache returned by `attend`, and the routing by layer (None without
-            experts, or without `counted` and `records_experts`).
+            Hidden states, the cache returned by `attend`, and the routing by layer with experts
+            (None without experts, or without `counted` and `records_experts`).
         """
         config = self.config
         angles = _angles(config, positions)
@@ -184,7 +198,8 @@ class Policy:
             window: int | None = None,
         ) -> tuple[Array, tuple[LayerCache, Routing | None]]:
             layer, layer_cache, layer_replay, added = layer_and_cache
-            x, layer_cache, routing = nnx.merge(self._layer, layer)(
+            graph = self._layer if "router" in layer["mlp"] else self._dense_layer
+            x, layer_cache, routing = nnx.merge(graph, layer)(
                 x,
                 angles if window is None or local_angles is None else local_angles,
                 attend,
@@ -194,6 +209,7 @@ class Policy:
                 counted,
                 layer_replay,
                 records_experts,
+                absorbs,
             )
             return x if added is None else x + added, (layer_cache, routing)
 
@@ -213,45 +229,47 @@ class Policy:
             features = jnp.moveaxis(images.by_token().astype(x.dtype), 2, 0)
             x, added = jnp.where(images.slots[:, :, None] > 0, features[0], x), features[1:]
         by_layer = None if replay is None else jnp.moveaxis(replay, 2, 0)
+        num_dense = config.num_hidden_layers - config.num_moe_layers
         if unroll:
             outputs = []
             for i, layer in enumerate(self.unstack(params)["layers"]):
-                layer_cache, experts_of_layer = (
-                    None if each is None else each[i] for each in (cache, by_layer)
-                )
+                layer_cache = None if cache is None else cache[i]
+                experts_of_layer = None
+                if by_layer is not None and i >= num_dense:
+                    experts_of_layer = by_layer[i - num_dense]
                 own = added[i] if i < len(added) else None
                 x, output = run_layer(x, (layer, layer_cache, experts_of_layer, own), windows[i])
                 outputs.append(output)
             cache, routings = zip(*outputs, strict=True)
-            routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
+            routings = [each for each in routings if each is not None]
+            stack = partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
+            routing = stack(*routings) if routings else None
         else:
-            # One scan for each run of layers with the same window, which is static in kernels, and
-            # one for those to which features of images are added.
-            kinds = [(window, i < len(added)) for i, window in enumerate(windows)]
+            # One scan for each run of layers with the same window, which is static in kernels, one
+            # for those to which features of images are added, and one for those without experts.
+            kinds = [(window, i < len(added), i < num_dense) for i, window in enumerate(windows)]
             runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
-            parts, start = [], 0
-            for (window, is_added), length in runs:
-                part = params["layers"], cache, by_layer
+            parts, routings, start = [], [], 0
+            for (window, is_added, is_dense), length in runs:
+                layers, own_cache, own_replay = params["layers"], cache, by_layer
                 if len(runs) > 1:
-                    # Not leaf[i:j], as in `unstack`.
-                    part = jax.tree.map(
-                        lambda leaf, i=start, n=length: jax.lax.dynamic_slice_in_dim(leaf, i, n),
-                        part,
-                    )
-                layers, own_cache, own_replay = part
+                    layers = self._select(layers, start, length)
+                    first, end = start, start + length
+                    own_cache = jax.tree.map(lambda x, i=first, j=end: x[i:j], cache)
+                    if by_layer is not None and not is_dense:
+                        own_replay = by_layer[first - num_dense : end - num_dense]
+                if is_dense:
+                    own_replay = None
                 own = added[start : start + length] if is_added else None
-                x, part = jax.lax.scan(
+                x, (part, routing) = jax.lax.scan(
                     lambda x, xs, window=window: run_layer(x, xs, window),
                     x,
                     (layers, own_cache, own_replay, own),
                 )
                 parts.append(part)
+                routings += [] if routing is None else [routing]
                 start += length
-            cache, routing = (
-                parts[0]
-                if len(parts) == 1
-                else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-            )
+            cache, routing = (_concatenate(each) for each in (parts, routings))
         x = _rms_norm(x, params["norm"], config.rms_norm_eps, config.traits.norm_offset)
         return x, cache, routing
 
@@ -286,11 +304,55 @@ class Policy:
         def layer(i: int) -> Params:
             # Not leaf[i], which a backward pass that accumulates gradients in place cannot
             # transpose.
-            return jax.tree.map(
-                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), layers
+            return self._map_layers(
+                lambda leaf, first: jax.lax.dynamic_index_in_dim(leaf, i - first, keepdims=False),
+                layers,
+                i,
             )
 
         return params | {"layers": tuple(layer(i) for i in range(self.config.num_hidden_layers))}
+
+    def stack(self, params: Params) -> Params:
+        """Return the parameters with stacked layers; the inverse of `unstack`."""
+        by_path: dict[tuple[str, ...], list[Any]] = {}
+        for layer in params["layers"]:
+            for path, leaf in traverse_util.flatten_dict(layer).items():
+                by_path.setdefault(path, []).append(leaf)
+        stacked = {
+            path: jax.tree.map(lambda *leaves: jnp.stack(leaves), *leaves)
+            for path, leaves in by_path.items()
+        }
+        return params | {"layers": traverse_util.unflatten_dict(stacked)}
+
+    def unstack_axes(self, axes: Params) -> Params:
+        """Logical axis names of `unstack`, given those of parameters with stacked layers."""
+        drop = lambda names, _: names[1:]  # noqa: E731 (an argument below)
+        layers = (
+            self._map_layers(drop, axes["layers"], i) for i in range(self.config.num_hidden_layers)
+        )
+        return axes | {"layers": tuple(layers)}
+
+    def _select(self, layers: Params, start: int, length: int) -> Params:
+        """Return the parameters of some layers of one kind, still stacked."""
+        # Not leaf[i:j], as in `unstack`.
+        return self._map_layers(
+            lambda leaf, first: jax.lax.dynamic_slice_in_dim(leaf, start - first, length),
+            layers,
+            start,
+        )
+
+    def _map_layers(self, function: Callable[[Any, int], Any], layers: Params, i: int) -> Params:
+        """Apply a function to every leaf that layer i has, and the first layer that has it."""
+        mapped = {}
+        for path, leaf in traverse_util.flatten_dict(layers).items():
+            has = self.config.layers_with(path)
+            if i in has:
+                mapped[path] = jax.tree.map(
+                    lambda x, first=has.start: function(x, first),
+                    leaf,
+                    is_leaf=lambda x: isinstance(x, tuple),
+                )
+        return traverse_util.unflatten_dict(mapped)
 
     def head(self, params: Params) -> Float[Array, "D V"]:
         """Matrix from hidden states to logits; if tied, the transpose of the embedding leaf."""
@@ -304,7 +366,7 @@ class Policy:
 
     def init(self, key: PRNGKeyArray) -> Params:
         """Sample random float32 parameters; jit it with out_shardings to make them in place."""
-        return nnx.to_pure_dict(nnx.state(Decoder(self.config, key)))
+        return _joined(nnx.to_pure_dict(nnx.state(Decoder(self.config, key))))
 
     def abstract(self, dtype: DTypeLike = jnp.float32) -> Params:
         """ShapeDtypeStruct of every parameter.
@@ -363,9 +425,14 @@ class Decoder(nnx.Module):
         embed_key, head_key, layers_key = jax.random.split(key, 3)
         table = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(_normal(embed_key, table, 0.02), axes=("vocab", "embed"))
-        self.layers = nnx.vmap(lambda layer_key: Layer(config, layer_key))(
-            jax.random.split(layers_key, config.num_hidden_layers)
-        )
+        keys = jax.random.split(layers_key, config.num_hidden_layers)
+        num_dense = 0 if config.moe is None else config.moe.num_dense_layers
+        if num_dense:
+            dense = replace(config, moe=None)
+            self.dense_layers = nnx.vmap(lambda layer_key: Layer(dense, layer_key))(
+                keys[:num_dense]
+            )
+        self.layers = nnx.vmap(lambda layer_key: Layer(config, layer_key))(keys[num_dense:])
         self.norm = _norm(config.hidden_size, "embed", config.traits)
         if config.is_scalar:
             self.value = nnx.Param(jnp.zeros((config.hidden_size, 1)), axes=("embed",))
@@ -377,6 +444,28 @@ class Decoder(nnx.Module):
             self.vision = VisionTower(config.vision, jax.random.fold_in(key, 0))
 
 
+def _joined(params: Params) -> Params:
+    """Join the leaves of the first layers, without experts, to those of the others."""
+    if "dense_layers" not in params:
+        return params
+    dense, others = (
+        traverse_util.flatten_dict(params[name]) for name in ("dense_layers", "layers")
+    )
+    joined = {
+        path: _concatenate([leaves[path] for leaves in (dense, others) if path in leaves])
+        for path in dense | others
+    }
+    rest = {name: tree for name, tree in params.items() if name != "dense_layers"}
+    return rest | {"layers": traverse_util.unflatten_dict(joined)}
+
+
+def _concatenate(parts: list[Any]) -> Any:
+    """Concatenate trees along their layers; None if there are none."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+
 class Layer(nnx.Module):
     """Attention, then a gated MLP or a mixture of experts, both with norms and residual."""
 
@@ -384,7 +473,7 @@ class Layer(nnx.Module):
         attn_key, mlp_key = jax.random.split(key)
         traits, width = config.traits, config.hidden_size
         self.eps, self.offset = config.rms_norm_eps, traits.norm_offset
-        self.attn = Attention(config, attn_key)
+        self.attn = (LatentAttention if config.latent else Attention)(config, attn_key)
         if traits.norms != "after":
             self.attn_norm, self.mlp_norm = (_norm(width, "embed", traits) for _ in range(2))
         if traits.norms != "before":
@@ -410,8 +499,14 @@ class Layer(nnx.Module):
         counted: Bool[Array, "B T"] | None,
         replay: Shaped[Array, "B T k"] | None,
         records_experts: bool,
+        absorbs: bool,
     ) -> tuple[Float[Array, "B T D"], LayerCache, Routing | None]:
-        attention, cache = self.attn(self._norm(x, "attn_norm"), angles, attend, cache, window)
+        normed = self._norm(x, "attn_norm")
+        attention, cache = (
+            self.attn(normed, angles, attend, cache, absorbs)
+            if isinstance(self.attn, LatentAttention)
+            else self.attn(normed, angles, attend, cache, window)
+        )
         x = x + self._norm(attention, "attn_post_norm")
         normed = self._norm(x, "mlp_norm")
         mlp, routing = (
@@ -502,6 +597,122 @@ class Attention(nnx.Module):
     def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
         y = _product(x, getattr(self, name).get_value())
         return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.bias else y
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (MLA, arXiv:2405.04434, section 2.1).
+
+    Keys and values of all heads are products with one latent c of a token: k = [c · K; r] and
+    v = c · V, with one rotated key r for all heads. `attend` gets them as such, the values padded
+    to the size of keys. Or it absorbs both matrices: q · k = (q · Kᵀ) · c + q' · r, so that
+    `attend` gets q · Kᵀ and q' as query and [c; r] as the key and value of the only head (None as
+    value), and the result, a mean of latents, is multiplied by V. A cache then has c and r alone.
+    """
+
+    def __init__(self, config: ModelConfig, key: PRNGKeyArray):
+        assert config.latent is not None
+        self.config: Any = config.latent
+        latent, N, D = config.latent, config.num_attention_heads, config.hidden_size
+        rank, size = latent.q_lora_rank, config.head_dim
+        q_key, qa_key, kva_key, kvb_key, o_key = jax.random.split(key, 5)
+        self.scale = 1.0
+        if config.rope_scaling is not None and latent.mscale_all_dim:
+            assert isinstance(config.rope_scaling, rope.Yarn)
+            self.scale = rope.yarn_scale(config.rope_scaling.factor, latent.mscale_all_dim) ** 2
+
+        def matrix(key: PRNGKeyArray, axes: tuple[str, ...], *shape: int) -> nnx.Param[Array]:
+            return nnx.Param(_normal(key, shape, shape[0] ** -0.5), axes=axes)
+
+        if rank is None:
+            self.q = matrix(q_key, ("embed", "heads", "head_dim"), D, N, size)
+        else:
+            self.q_a = matrix(qa_key, ("embed", "rank"), D, rank)
+            self.q_a_norm = nnx.Param(jnp.ones(rank), axes=("rank",))
+            self.q_b = matrix(q_key, ("rank", "heads", "head_dim"), rank, N, size)
+        self.kv_a = matrix(kva_key, ("embed", "rank"), D, latent.width)
+        self.kv_a_norm = nnx.Param(jnp.ones(latent.kv_lora_rank), axes=("rank",))
+        inner = latent.qk_nope_head_dim + latent.v_head_dim
+        self.kv_b = matrix(kvb_key, ("rank", "heads", "head_dim"), latent.kv_lora_rank, N, inner)
+        shape = (N, latent.v_head_dim, D)
+        self.o = nnx.Param(
+            _normal(o_key, shape, math.prod(shape[:2]) ** -0.5), axes=("heads", "head_dim", "embed")
+        )
+        self.output_bias = config.output_bias
+        if self.output_bias:
+            self.kv_a_bias = nnx.Param(jnp.zeros(latent.width), axes=("rank",))
+            self.o_bias = nnx.Param(jnp.zeros(D), axes=("embed",))
+            if rank is not None:
+                self.q_a_bias = nnx.Param(jnp.zeros(rank), axes=("rank",))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        angles: tuple[Array, Array],
+        attend: Attend,
+        cache: LayerCache,
+        absorbs: bool,
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        config, interleaved = self.config, self.config.rope_interleave
+        q = self._query(x)
+        q, q_rotated = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
+        latent, rotated = jnp.split(
+            self._project(x, "kv_a")[:, :, None], [config.kv_lora_rank], axis=-1
+        )
+        latent = _rms_norm(latent, self.kv_a_norm[...], _LATENT_EPS, 0.0)
+        q_rotated, rotated = (_rotate(each, angles, interleaved) for each in (q_rotated, rotated))
+        # `attend` divides by the root of the size that it gets.
+        size = config.qk_nope_head_dim + config.qk_rope_head_dim
+        given = config.width if absorbs else size
+        scale, w = self.scale * (given / size) ** 0.5, self.kv_b.get_value()
+        if absorbs:
+            q = _with_matrix(q, w, slice(config.qk_nope_head_dim), is_transposed=True)
+            q = jnp.concatenate([q, q_rotated], axis=-1) * jnp.asarray(scale, x.dtype)
+            out, cache = attend(q, jnp.concatenate([latent, rotated], axis=-1), None, cache)
+            values = slice(config.qk_nope_head_dim, None)
+            out = _with_matrix(out[..., : config.kv_lora_rank], w, values, is_transposed=False)
+        else:
+            kv = _product(latent[:, :, 0], w)
+            k, v = jnp.split(kv, [config.qk_nope_head_dim], axis=-1)
+            rotated = jnp.broadcast_to(rotated, (*k.shape[:3], config.qk_rope_head_dim))
+            k = jnp.concatenate([k, rotated], axis=-1)
+            v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, size - config.v_head_dim)))
+            q = jnp.concatenate([q, q_rotated], axis=-1)
+            q = q if scale == 1 else q * jnp.asarray(scale, x.dtype)
+            out, cache = attend(q, k, v, cache)
+            out = out[..., : config.v_head_dim]
+        B, T, N, H = out.shape
+        y = _product(out.reshape(B, T, N * H), self.o.get_value(), num_inputs=2)
+        return y + self.o_bias[...].astype(x.dtype) if self.output_bias else y, cache
+
+    def _query(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
+        if self.config.q_lora_rank is None:
+            return _product(x, self.q.get_value())
+        narrow = _rms_norm(self._project(x, "q_a"), self.q_a_norm[...], _LATENT_EPS, 0.0)
+        return _product(narrow, self.q_b.get_value())
+
+    def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T R"]:
+        y = _product(x, getattr(self, name).get_value())
+        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.output_bias else y
+
+
+_LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents, whatever rms_norm_eps is, as in transformers."""
+
+
+def _with_matrix(
+    x: Float[Array, "B T N _"], w: Array | Adapted, outputs: slice, *, is_transposed: bool
+) -> Float[Array, "B T N _"]:
+    """Multiply each head by its own part w[:, head, outputs], or by the transpose of it."""
+    if isinstance(w, Adapted):
+        base = _with_matrix(x, w.w, outputs, is_transposed=is_transposed)
+        a, b = w.a.astype(x.dtype), w.b[..., outputs].astype(x.dtype)
+        if is_transposed:
+            update = jnp.einsum("btnk,rk->btnr", jnp.einsum("btnh,knh->btnk", x, b), a)
+        else:
+            update = jnp.einsum("btnk,knh->btnh", jnp.einsum("btnr,rk->btnk", x, a), b)
+        return base + w.scale * update
+    part = w[..., outputs].astype(x.dtype)
+    return jnp.einsum("btnh,rnh->btnr" if is_transposed else "btnr,rnh->btnh", x, part)
 
 
 class MLP(nnx.Module):

@@ -93,6 +93,14 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
     # The names of GLM-4.
     ("layers", "attn_post_norm"): _Entry("model.layers.{}.post_self_attn_layernorm.weight", 0),
     ("layers", "mlp_post_norm"): _Entry("model.layers.{}.post_mlp_layernorm.weight", 0),
+    ("layers", "attn", "q_a"): _Entry("model.layers.{}.self_attn.q_a_proj.weight", 1),
+    ("layers", "attn", "q_b"): _Entry("model.layers.{}.self_attn.q_b_proj.weight", 1),
+    ("layers", "attn", "kv_a"): _Entry("model.layers.{}.self_attn.kv_a_proj_with_mqa.weight", 1),
+    ("layers", "attn", "kv_b"): _Entry("model.layers.{}.self_attn.kv_b_proj.weight", 1),
+    ("layers", "attn", "q_a_norm"): _Entry("model.layers.{}.self_attn.q_a_layernorm.weight", 0),
+    ("layers", "attn", "kv_a_norm"): _Entry("model.layers.{}.self_attn.kv_a_layernorm.weight", 0),
+    ("layers", "attn", "q_a_bias"): _Entry("model.layers.{}.self_attn.q_a_proj.bias", 0),
+    ("layers", "attn", "kv_a_bias"): _Entry("model.layers.{}.self_attn.kv_a_proj_with_mqa.bias", 0),
     ("layers", "attn", "q"): _Entry("model.layers.{}.self_attn.q_proj.weight", 1),
     ("layers", "attn", "k"): _Entry("model.layers.{}.self_attn.k_proj.weight", 1),
     ("layers", "attn", "v"): _Entry("model.layers.{}.self_attn.v_proj.weight", 1),
@@ -121,6 +129,9 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
     ),
     ("layers", "mlp", "shared_gate"): _Entry("model.layers.{}.mlp.shared_expert_gate.weight", 1),
     ("layers", "attn", "sinks"): _Entry("model.layers.{}.self_attn.sinks", 0),
+    ("layers", "mlp", "selection_bias"): _Entry(
+        "model.layers.{}.mlp.gate.e_score_correction_bias", 0
+    ),
     ("layers", "mlp", "router_bias"): _Entry("model.layers.{}.mlp.gate.bias", 0),
     ("layers", "mlp", "expert_gate_bias"): _Entry(
         "model.layers.{}.mlp.experts.{}.gate_proj.bias", 0
@@ -429,8 +440,10 @@ def _own_tensors(
         shape = math.prod(leaf_shape[num_inputs:]), math.prod(leaf_shape[:num_inputs])
     elif "attn" in path[:-1] and path[-1].endswith("_bias"):
         shape = (math.prod(leaf_shape),)
+    first = policy.config.layers_with(path[1:]).start if path[0] == "layers" else 0
     for index in np.ndindex(leaf.shape[:num_stacked]):
-        yield _Tensor(name.format(*index), shape, index, num_inputs, leaf_shape)
+        numbers = (first + index[0], *index[1:]) if index else index
+        yield _Tensor(name.format(*numbers), shape, index, num_inputs, leaf_shape)
 
 
 def _fusion(
@@ -535,11 +548,19 @@ def _check(
     found = {
         name: source
         for name, source in opened.items()
-        if name not in unread and not name.endswith(_UNREAD)
+        if name not in unread and not name.endswith(_UNREAD) and not _is_extra(policy, name)
     }
     check_shapes(f"the weights in {folder} do not match its {_CONFIG}", shapes, found)
     if policy.config.tie_word_embeddings and not policy.config.is_scalar and head_name in opened:
         _check_tied(folder, opened, embed_name, head_name)
+
+
+def _is_extra(policy: Policy, name: str) -> bool:
+    """Whether a tensor belongs to a layer after the last one, and may."""
+    if not policy.config.traits.has_unread_layers:
+        return False
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= policy.config.num_hidden_layers
 
 
 def _check_tied(

@@ -49,6 +49,20 @@ _GPT_OSS = {
     "sliding_window": 128,
     "num_experts_per_tok": 4,
 }
+# Other values of DeepSeek-V3 are the defaults of the family.
+_DEEPSEEK = {"architectures": ["DeepseekV3ForCausalLM"]}
+_MOONLIGHT = _DEEPSEEK | {
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.446,
+    "rope_theta": 50000.0,
+}
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5}
 
 
@@ -96,6 +110,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     "phi-4": _shape(_PHI4, 5120, 17920, 40, 40, 10, 100352, 16384, False),
     "glm-4-9b": _shape(_GLM4, 4096, 13696, 40, 32, 2, 151552, 32768, False),
     "gemma-3-1b": _shape(_GEMMA3, 1152, 6912, 26, 4, 1, 262144, 32768, True),
+    "deepseek-v3": _shape(_DEEPSEEK, 7168, 18432, 61, 128, 128, 129280, 163840, False),
+    "moonlight-16b-a3b": _shape(_MOONLIGHT, 2048, 11264, 27, 16, 16, 163840, 8192, False),
     "gpt-oss-20b": _shape(
         _GPT_OSS | {"num_local_experts": 32}, 2880, 2880, 24, 64, 8, 201088, 131072, False
     ),

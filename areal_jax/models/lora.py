@@ -47,6 +47,13 @@ class _Place(NamedTuple):
     """Number of leading input dimensions of the matrix."""
 
 
+_LATENT: Mapping[Target, str] = {
+    "q_a_proj": "q_a",
+    "q_b_proj": "q_b",
+    "kv_a_proj_with_mqa": "kv_a",
+    "kv_b_proj": "kv_b",
+}
+
 _PLACES: Mapping[Target, _Place] = {
     "q_proj": _Place(("layers", "attn", "q"), "self_attn.q_proj", 1),
     "k_proj": _Place(("layers", "attn", "k"), "self_attn.k_proj", 1),
@@ -55,6 +62,10 @@ _PLACES: Mapping[Target, _Place] = {
     "gate_proj": _Place(("layers", "mlp", "gate"), "mlp.gate_proj", 1),
     "up_proj": _Place(("layers", "mlp", "up"), "mlp.up_proj", 1),
     "down_proj": _Place(("layers", "mlp", "down"), "mlp.down_proj", 1),
+    **{
+        target: _Place(("layers", "attn", name), f"self_attn.{target}", 1)
+        for target, name in _LATENT.items()
+    },
 }
 
 _FUSED: Mapping[str, tuple[Target, ...]] = {
@@ -504,10 +515,17 @@ def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> P
     """Make a tree of the targets from their leaves in a tree like the parameters."""
     leaves = _leaves(like)
     places = {target: _PLACES[target] for target in _targets(policy)}
-    if missing := [target for target, place in places.items() if place.path not in leaves]:
+    # With PEFT, the names of an MLP are those of shared experts too, which have no adapters here.
+    hidden = {"mlp"} if policy.config.moe is not None else set()
+    has = {
+        target
+        for target, place in _PLACES.items()
+        if place.path in leaves and place.path[1] not in hidden
+    }
+    if missing := [target for target in places if target not in has]:
         raise ValueError(
             f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}; "
-            "remove these targets"
+            f"choose from {', '.join(target for target in _PLACES if target in has)}"
         )
     for module, parts in _FUSED.items():
         lacking = sorted(set(parts) - set(places))

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from areal_jax.models.activations import gated
-from areal_jax.models.architecture import ModelConfig, MoEConfig
+from areal_jax.models.architecture import ExpertGroups, ModelConfig, MoEConfig
 from areal_jax.models.traits import Activation
 from areal_jax.parallel.sharding import Rules, sharding
 from areal_jax.records import native_expert
@@ -70,7 +70,8 @@ class MoE(nnx.Module):
     """Sum over a token's k experts of weight · down(activation(gate(x), up(x))).
 
     As in Qwen3-MoE (arXiv:2505.09388); where there is a shared expert, plus
-    sigmoid(x · shared_gate) · shared(x) (Qwen2-MoE, arXiv:2407.10671).
+    sigmoid(x · shared_gate) · shared(x) (Qwen2-MoE, arXiv:2407.10671), or shared(x) alone
+    (DeepSeek-V3, whose choice of experts is `_choose_in_groups`).
 
     The router's weights, product and softmax are float32 in engine and trainer, in every compute
     dtype, and of equal probabilities the expert with the lower number wins. So both choose the same
@@ -98,13 +99,15 @@ class MoE(nnx.Module):
         self.has_biases = config.traits.has_expert_biases
         D, E, F = config.hidden_size, moe.num_experts, moe.moe_intermediate_size
         self.shared = shared
-        if shared is not None:
+        if shared is not None and config.traits.has_shared_gate:
             self.shared_gate = nnx.Param(jnp.zeros(D), axes=("embed",))
         router_key, gate_key, up_key, down_key = jax.random.split(key, 4)
         self.router = _sampled(router_key, (D, E), ("embed", "experts"))
         self.expert_gate = _sampled(gate_key, (E, D, F), ("experts", "embed", "mlp"))
         self.expert_up = _sampled(up_key, (E, D, F), ("experts", "embed", "mlp"))
         self.expert_down = _sampled(down_key, (E, F, D), ("experts", "mlp", "embed"))
+        if moe.groups is not None:
+            self.selection_bias = nnx.Param(jnp.zeros(E), axes=("experts",))
         if self.has_biases:
             self.router_bias = nnx.Param(jnp.zeros(E), axes=("experts",))
             self.expert_gate_bias, self.expert_up_bias = (
@@ -139,15 +142,24 @@ class MoE(nnx.Module):
         if self.has_biases:
             logits = logits + self.router_bias[...]
             biases = self.expert_gate_bias, self.expert_up_bias, self.expert_down_bias
-        probabilities = jax.nn.softmax(logits)
-        weights, native = jax.lax.top_k(probabilities, self.moe.num_experts_per_tok)
+        groups, k = self.moe.groups, self.moe.num_experts_per_tok
+        if groups is None:
+            scores = probabilities = jax.nn.softmax(logits)
+            weights, native = jax.lax.top_k(scores, k)
+        else:
+            scores = jax.nn.sigmoid(logits)
+            probabilities = scores / scores.sum(axis=-1, keepdims=True)
+            native = _choose_in_groups(scores + self.selection_bias[...], groups, k)
+            weights = jnp.take_along_axis(scores, native, axis=-1)
         chosen = native
         if replay is not None:
             is_native = replay == native_expert(replay.dtype)
             chosen = jnp.where(is_native, native, replay.astype(native.dtype))
-            weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
+            weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.moe.norm_topk_prob:
             weights = weights / weights.sum(axis=-1, keepdims=True)
+        if groups is not None:
+            weights = weights * groups.routed_scaling_factor
         weights = weights.astype(x.dtype)
         matrices = self.expert_gate, self.expert_up, self.expert_down
         y = experts(
@@ -158,8 +170,7 @@ class MoE(nnx.Module):
             activation=self.activation,
         )
         if self.shared is not None:
-            wide = jnp.einsum("btd,d->bt", x.astype(jnp.float32), self.shared_gate[...])
-            y = y + jax.nn.sigmoid(wide)[..., None].astype(x.dtype) * self.shared(x)
+            y = y + self._shared(x, self.shared)
         if counted is None and not records:
             return y, None
         ids = chosen.astype(ids_dtype(self.moe.num_experts)) if records else None
@@ -169,6 +180,32 @@ class MoE(nnx.Module):
         mask = counted[..., None].astype(jnp.float32)
         hits = jax.nn.one_hot(native, self.moe.num_experts).sum(axis=2) * mask
         return y, Routing(hits.sum(axis=(0, 1)), (probabilities * mask).sum(axis=(0, 1)), ids)
+
+    def _shared(
+        self, x: Float[Array, "B T D"], shared: Callable[[Array], Array]
+    ) -> Float[Array, "B T D"]:
+        """Compute the shared expert, multiplied by its gate if there is one."""
+        if not hasattr(self, "shared_gate"):
+            return shared(x)
+        wide = jnp.einsum("btd,d->bt", x.astype(jnp.float32), self.shared_gate[...])
+        return jax.nn.sigmoid(wide)[..., None].astype(x.dtype) * shared(x)
+
+
+def _choose_in_groups(
+    scores: Float[Array, "B T E"], groups: ExpertGroups, num_experts_per_tok: int
+) -> Int[Array, "B T k"]:
+    """Choose the highest scores in the groups whose two highest have the largest sum.
+
+    DeepSeek-V3 (arXiv:2412.19437), equation 16 and section 2.1.2: the scores include the bias that
+    balances the load, which has no gradient and is no part of the weights.
+    """
+    scores = jax.lax.stop_gradient(scores)
+    grouped = scores.reshape(*scores.shape[:2], groups.n_group, -1)
+    best = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+    kept = jax.lax.top_k(best, groups.topk_group)[1]
+    is_kept = jax.nn.one_hot(kept, groups.n_group, dtype=bool).any(axis=2)
+    inside = jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(inside, num_experts_per_tok)[1]
 
 
 def balance_loss(routing: Routing, num_tokens: Float[Array, ""]) -> Float[Array, ""]:

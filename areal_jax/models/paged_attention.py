@@ -36,7 +36,8 @@ class Pages(NamedTuple):
     """KV cache of one layer."""
 
     keys: Shaped[Any, "K P p H"]
-    values: Shaped[Any, "K P p H"]
+    values: Any
+    """Of the shape of keys. None: keys are also the values (latent attention)."""
     key_scales: Float32[Any, "K P p"] | None = None
     """Scales of quantized keys, one per token and head; None if not quantized."""
     value_scales: Float32[Any, "K P p"] | None = None
@@ -73,7 +74,7 @@ PAGE_AXES = ("kv_heads", "pages")
 def write_pages(
     pages: Pages,
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"] | None,
     table: Int[Array, "B M"],
     starts: Int[Array, "B"],
     counts: Int[Array, "B"],
@@ -83,7 +84,7 @@ def write_pages(
     Args:
         pages: KV cache of the layer.
         k: keys of new tokens.
-        v: values of new tokens.
+        v: values of new tokens; None: there are none.
         table: page table of each row.
         starts: position of the first new token of each row.
         counts: number of new tokens of each row; further ones are dropped.
@@ -102,24 +103,25 @@ def write_pages(
         tokens = jnp.moveaxis(tokens, 2, 0).reshape(-1, *tokens.shape[3:])
         return flat.at[rows].set(tokens, mode="drop", unique_indices=True).reshape(into.shape)
 
-    if pages.key_scales is None or pages.value_scales is None:
-        return Pages(
-            put(pages.keys, k.astype(pages.keys.dtype)),
-            put(pages.values, v.astype(pages.values.dtype)),
-        )
-    (k, k_scales), (v, v_scales) = quantize(k, pages.keys.dtype), quantize(v, pages.values.dtype)
-    return Pages(
-        put(pages.keys, k),
-        put(pages.values, v),
-        put(pages.key_scales, k_scales),
-        put(pages.value_scales, v_scales),
-    )
+    def put_scaled(
+        into: Array | None, scales: Array | None, tokens: Array | None
+    ) -> tuple[Array | None, Array | None]:
+        if into is None or tokens is None:
+            return None, None
+        if scales is None:
+            return put(into, tokens.astype(into.dtype)), None
+        quantized, own_scales = quantize(tokens, into.dtype)
+        return put(into, quantized), put(scales, own_scales)
+
+    keys, key_scales = put_scaled(pages.keys, pages.key_scales, k)
+    values, value_scales = put_scaled(pages.values, pages.value_scales, v)
+    return Pages(keys, values, key_scales, value_scales)
 
 
 def read_pages(
     pages: Pages, ids: Int[Array, "*B M"], dtype: DTypeLike
 ) -> tuple[Float[Array, "K *B S H"], Float[Array, "K *B S H"]]:
-    """Read keys and values of pages, concatenated along tokens."""
+    """Read keys and values of pages, concatenated along tokens; without values, keys twice."""
     K, P = pages.keys.shape[:2]
     rows = jnp.arange(K, dtype=jnp.int32).reshape(K, *(1,) * ids.ndim) * P + ids
 
@@ -132,7 +134,8 @@ def read_pages(
             numbers = numbers.astype(jnp.float32) * gather(scales)[..., None]
         return numbers.astype(dtype).reshape(K, *ids.shape[:-1], -1, x.shape[-1])
 
-    return read(pages.keys, pages.key_scales), read(pages.values, pages.value_scales)
+    keys = read(pages.keys, pages.key_scales)
+    return keys, keys if pages.values is None else read(pages.values, pages.value_scales)
 
 
 def attend_to_pages(
@@ -225,7 +228,7 @@ def choose_paged_kernel(
 def sharded_write(
     pages: Pages,
     k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"] | None,
     table: Int[Array, "B M"],
     starts: Int[Array, "B"],
     counts: Int[Array, "B"],
@@ -236,7 +239,8 @@ def sharded_write(
     page_specs = specs(mesh, PAGE_AXES, pages, rules)
     token_specs = specs(mesh, ("batch", None, "kv_heads"), k, rules)
     row_specs = specs(mesh, ("batch",), (table, starts, counts), rules)
-    in_specs = (page_specs, token_specs, token_specs, *row_specs)
+    value_specs = None if v is None else token_specs
+    in_specs = (page_specs, token_specs, value_specs, *row_specs)
     return on_shards(write_pages, mesh, in_specs, page_specs)(pages, k, v, table, starts, counts)
 
 
@@ -269,11 +273,19 @@ def paged_attention(
         window: int | None,
     ) -> Array:
         match kernel:
-            case "gpu":
+            case "gpu" if pages.values is not None:
                 return gpu_paged_attention(
-                    q[:, 0], *pages, table, starts + 1, window=window, sinks=sinks
+                    q[:, 0],
+                    pages.keys,
+                    pages.values,
+                    pages.key_scales,
+                    pages.value_scales,
+                    table,
+                    starts + 1,
+                    window=window,
+                    sinks=sinks,
                 )[:, None]
-            case "tpu" if window is None and sinks is None:
+            case "tpu" if window is None and sinks is None and pages.values is not None:
                 return tpu_paged_attention(q[:, 0], pages.keys, pages.values, table, starts + 1)[
                     :, None
                 ]
@@ -283,15 +295,16 @@ def paged_attention(
     def attend(
         q: Array,
         k: Array,
-        v: Array,
+        v: Array | None,
         pages: Pages,
         window: int | None = None,
         sinks: Array | None = None,
     ) -> tuple[Array, Pages]:
         pages = sharded_write(pages, k, v, table, starts, counts, mesh, rules)
         page_specs = specs(mesh, PAGE_AXES, pages, rules)
-        # Query heads are on the device of their key-value head.
-        q_specs = specs(mesh, ("batch", None, "heads" if page_specs.keys[0] else None), q, rules)
+        # Query heads are on the device of their key-value head; one alone is on every device.
+        has_head = page_specs.keys[0] is not None or k.shape[2] == 1
+        q_specs = specs(mesh, ("batch", None, "heads" if has_head else None), q, rules)
         row_specs = specs(mesh, ("batch",), (table, starts), rules)
         in_specs = (q_specs, page_specs, *row_specs, PartitionSpec(q_specs[2]))
         run = on_shards(partial(read, window=window), mesh, in_specs, q_specs)

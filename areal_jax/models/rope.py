@@ -280,12 +280,13 @@ def _scaled(
     return frequencies * (unchanged + (1 - unchanged) / factor)
 
 
+def yarn_scale(factor: float, scale: float) -> float:
+    """Compute 0.1 · scale · ln(factor) + 1 (YaRN, equation 22, as in transformers)."""
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
 def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Compute the default attention factor (YaRN, equation 22, as in transformers)."""
-
-    def attention_factor(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
-
+    """Compute the default attention factor."""
     if mscale and mscale_all_dim:
-        return attention_factor(mscale) / attention_factor(mscale_all_dim)
-    return attention_factor(1.0)
+        return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
+    return yarn_scale(factor, 1.0)

@@ -51,6 +51,8 @@ class Traits(NamedTuple):
     """Activation of MLPs and experts."""
     scales_embedding: bool = False
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
+    has_latent_attention: bool = False
+    """Whether keys and values are products with a latent vector (MLA)."""
     has_sinks: bool = False
     """Whether each head has a learned score that takes a share of the softmax."""
     rope_by_window: bool = False
@@ -65,10 +67,14 @@ class Traits(NamedTuple):
     vision: VisionKind | None = None
     """Vision tower, whose images have positions of their own in RoPE (M-RoPE)."""
     is_moe: bool = False
+    has_shared_gate: bool = True
+    """Whether the output of a shared expert is multiplied by a gate."""
     has_expert_biases: bool = False
     """Whether router and experts have biases."""
     expert_keys: Mapping[str, str | None] = _NONE
     """Keys of config.json of the fields of MoEConfig, where they differ; None: there is none."""
+    has_unread_layers: bool = False
+    """Whether files may have layers after the last one, which predict several tokens."""
     not_null: tuple[str, ...] = ("head_dim",)
     """Keys for which null differs from an absent key in transformers, or is invalid."""
     tensor_names: Mapping[str, str] = _NONE
@@ -209,6 +215,38 @@ TRAITS: dict[str, Traits] = {
         windows=Windows(period=2, limit="below"),
         is_moe=True,
         not_null=("head_dim", "num_key_value_heads"),
+    ),
+    "DeepseekV3ForCausalLM": Traits(
+        "deepseek_v3",
+        {
+            "n_group": 8,
+            "topk_group": 4,
+            "n_shared_experts": 1,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "rope_interleave": True,
+        },
+        has_latent_attention=True,
+        is_moe=True,
+        has_shared_gate=False,
+        has_unread_layers=True,
+        expert_keys={"num_experts": "n_routed_experts", "router_aux_loss_coef": None},
+        not_null=(),
+        tensor_names={
+            f"{_LAYER}mlp.shared_expert.{name}_proj.weight": (
+                f"{_LAYER}mlp.shared_experts.{name}_proj.weight"
+            )
+            for name in ("gate", "up", "down")
+        },
     ),
     "Qwen2_5_VLForConditionalGeneration": Traits(
         "qwen2_5_vl",

@@ -190,7 +190,7 @@ class Forward:
         if not self.replays_router or moe is None:
             return None
         return jax.ShapeDtypeStruct(
-            (self.rows, self.row_tokens, model.num_hidden_layers, moe.num_experts_per_tok),
+            (self.rows, self.row_tokens, model.num_moe_layers, moe.num_experts_per_tok),
             ids_dtype(moe.num_experts),
             sharding=self.placed,
         )

@@ -130,7 +130,7 @@ def test_names_of_other_trainers_suggest_ours(override: str, suggested: str) -> 
         ("tasks=F", ["tasks=Files"]),
         ("metrics.trace=", ["metrics.trace=true", "metrics.trace=false"]),
         ("trainer.remat=f", ["trainer.remat=full"]),
-        ("policy.lora.targets=q_proj,k", ["policy.lora.targets=q_proj,k_proj"]),
+        ("policy.lora.targets=q_proj,k_", ["policy.lora.targets=q_proj,k_proj"]),
         ("unknown=", []),
     ],
 )

@@ -3,6 +3,8 @@ mesh."""
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,8 +46,27 @@ EXPERTS = {
 }
 
 
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
 @pytest.mark.parametrize(
-    ("family", "tensor"), [(WINDOW, 1), (EXPERTS, 2)], ids=["window", "experts"]
+    ("family", "tensor"),
+    [(WINDOW, 1), (EXPERTS, 2), (LATENT, 2)],
+    ids=["window", "experts", "latent"],
 )
 @pytest.mark.slow
 def test_sampled_logp_matches_a_full_forward(family: dict[str, object], tensor: int) -> None:
@@ -105,6 +126,15 @@ def test_sampled_logp_matches_a_full_forward(family: dict[str, object], tensor: 
         )
         of_trainer, _ = token_logprobs(hidden, policy.head(params), tokens, ones, chunk_tokens=64)
         np.testing.assert_allclose(of_engine, of_trainer[0, -12:], atol=1e-4)
+
+
+def test_latent_pages_hold_one_vector_per_token() -> None:
+    policy = Policy(ModelConfig.from_hf(SIZES | LATENT, source="a test"))
+    mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout
+    pages = DecodeEngine(policy, mesh, CONFIG, jnp.float32).shapes.pages()
+    # Latent of 8 and rotated key of 4, instead of keys of 12 and values of 6 in 4 heads.
+    sizes = [leaf.size // math.prod(pages[0].keys.shape[1:3]) for leaf in jax.tree.leaves(pages)]
+    assert sizes == [12, 12] and policy.config.cached_per_token == 24
 
 
 def test_a_router_stays_float32_in_an_engine_of_bfloat16() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
+from functools import cache, partial
 
 import chz
 import jax
@@ -43,6 +43,31 @@ POLICY = Policy(
         source="a test",
     )
 )
+LATENT = Policy(
+    ModelConfig.from_hf(
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 512,
+            "q_lora_rank": None,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        source="a test",
+    )
+)
 CONFIG = EngineConfig(
     num_slots=4,
     max_prompt_tokens=12,
@@ -56,21 +81,21 @@ PROMPT = (5, 9, 33, 2, 17, 40, 41, 42, 7)
 
 
 @cache
-def params_of(seed: int) -> Params:
+def params_of(seed: int, policy: Policy = POLICY) -> Params:
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: jnp.asarray(
             3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
         ),
-        POLICY.abstract(),
+        policy.abstract(),
     )
 
 
 @cache
-def engine_of(config: EngineConfig, tensor: int) -> DecodeEngine:
+def engine_of(config: EngineConfig, tensor: int, policy: Policy = POLICY) -> DecodeEngine:
     placement = PlacementConfig(rollout_devices=tensor**2, train_devices=1, rollout_tensor=tensor)
     mesh = make_meshes(placement, jax.devices()[: tensor**2 + 1]).rollout
-    return DecodeEngine(POLICY, mesh, config, np.float32, "plain" if tensor > 1 else None)
+    return DecodeEngine(policy, mesh, config, np.float32, "plain" if tensor > 1 else None)
 
 
 class Updates:
@@ -81,7 +106,8 @@ class Updates:
         self.weights = [(look, self._laid_out(engine, seed)) for look, seed in seeds]
 
     def _laid_out(self, engine: DecodeEngine, seed: int) -> EngineParams:
-        return jax.device_put(engine.layout(params_of(seed)), engine.param_shardings)
+        params = params_of(seed, engine.policy)
+        return jax.device_put(engine.layout(params), engine.param_shardings)
 
     def newest(self, after: int) -> Weights | None:
         look, self.looks = self.looks, self.looks + 1
@@ -93,11 +119,13 @@ class Updates:
         raise TimeoutError
 
 
-@jax.jit
-def experts_of(params: Params, tokens: jax.Array, replay: jax.Array | None = None):
+@partial(jax.jit, static_argnames="policy")
+def experts_of(
+    params: Params, tokens: jax.Array, replay: jax.Array | None = None, policy: Policy = POLICY
+):
     """Hidden states and experts of a full forward."""
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _, routing = POLICY.hidden(
+    hidden, _, routing = policy.hidden(
         params,
         tokens,
         positions,
@@ -137,6 +165,22 @@ def test_recorded_experts_are_those_of_a_full_forward(tensor: int) -> None:
         assert completion.experts is not None and completion.experts.dtype == np.uint8
         _, experts = experts_of(params_of(1), fed(completion)[None])
         np.testing.assert_array_equal(completion.experts, experts[0])
+
+
+@pytest.mark.slow
+def test_dense_layers_have_no_recorded_experts() -> None:
+    engine = engine_of(CONFIG, 1, LATENT)
+    (completion,) = run(engine, Updates(engine, (0, 1)), asked("a", 1))
+    tokens, params = fed(completion)[None], params_of(1, LATENT)
+    _, experts = experts_of(params, tokens, policy=LATENT)
+    assert completion.experts is not None and completion.experts.shape[1:] == (2, 2)
+    np.testing.assert_array_equal(completion.experts, experts[0])
+    # Other weights choose other experts, and replay these.
+    other = params_of(2, LATENT)
+    replayed, same = experts_of(other, tokens, completion.experts[None], policy=LATENT)
+    np.testing.assert_array_equal(same, experts)
+    own, differing = experts_of(other, tokens, policy=LATENT)
+    assert (differing != experts).any() and np.abs(own - replayed).max() > 0.1
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 from tiny_policies import EXPERTS, SIZES, tiny_policy
 
 from areal_jax.models.architecture import TRAITS, ModelConfig
+from areal_jax.models.config_keys import FAMILY_KEYS
 from areal_jax.models.rope import Yarn
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], **SIZES}
@@ -304,6 +305,8 @@ def test_inert_keys_are_accepted_with_supported_values_only(architecture):
         "pretraining_tp": True,
         "is_encoder_decoder": True,
     }.items():
+        if FAMILY_KEYS[architecture].get(name) == "harmless":
+            continue
         with pytest.raises(ValueError, match=rf"{name}=.* is not supported for {architecture}"):
             tiny_policy(architecture, **{name: value})
 
@@ -398,3 +401,30 @@ def test_export_writes_max_window_layers():
     assert read(**settings, max_window_layers=1).to_hf()["max_window_layers"] == 1
     mixed = read(**settings, layer_types=["sliding_attention", "full_attention", "full_attention"])
     assert "max_window_layers" not in mixed.to_hf()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"n_group": 3}, "n_group groups of at least two experts"),
+        ({"topk_group": 1}, "n_group=4, topk_group=1, n_routed_experts=8, num_experts_per_tok=3"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace below num_hidden_layers, found 3"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),
+        ({"topk_method": "greedy"}, "topk_method='greedy' is not supported"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config=.* is not suppor"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads.: 4.* found {'num_key_value_heads': 2}"),
+        ({"v_head_dim": 9}, "v_head_dim to be at most"),
+        ({"index_topk": 2048}, "index_topk=2048 is not a known key"),
+    ],
+)
+def test_unsupported_settings_of_deepseek_are_refused(settings, expected):
+    with pytest.raises(ValueError, match=expected):
+        tiny_policy("DeepseekV3ForCausalLM", **settings)
+
+
+def test_yarn_scale_of_latent_attention_round_trips():
+    yarn = {"type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+    config = tiny_policy("DeepseekV3ForCausalLM", rope_scaling=yarn).config
+    assert config.latent is not None and config.latent.mscale_all_dim == 0.5
+    assert ModelConfig.from_hf(config.to_hf(), source="its own") == config

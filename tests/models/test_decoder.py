@@ -111,8 +111,9 @@ def test_cached_decode_equals_full_forward(architecture, unroll):
     assert_close(cached, forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT))
 
 
-def test_scan_equals_unrolled_layers():
-    policy = tiny_policy()
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_scan_equals_unrolled_layers(architecture):
+    policy = tiny_policy(architecture)
     params = random_params(policy)
     scanned = forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT)
     assert_close(scanned, forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT, unroll=True))

@@ -243,6 +243,17 @@ def test_redundant_tensors_are_ignored(tmp_path):
     assert_equal(hf.load(tmp_path / "policy", policy, on_one_device(policy)), params)
 
 
+def test_layers_that_predict_several_tokens_are_not_read(tmp_path):
+    policy = tiny_policy("DeepseekV3ForCausalLM", num_nextn_predict_layers=1)
+    params = random_params(policy)
+    hf.save(tmp_path, policy, params)
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {"model.layers.3.eh_proj.weight": np.zeros((16, 32), np.float32)}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    read = hf.load(tmp_path, policy, on_one_device(policy))
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
 def test_folder_without_policy_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"folder with config\.json"):
         hf.read_config(tmp_path)

@@ -24,6 +24,8 @@ from areal_jax.models.known import KNOWN, known_shape
         ("phi-4", 14.7),
         ("glm-4-9b", 9.4),
         ("gemma-3-1b", 1.0),
+        ("deepseek-v3", 671.0),
+        ("moonlight-16b-a3b", 15.96),
         ("gpt-oss-20b", 20.9),
         ("gpt-oss-120b", 116.8),
     ],
@@ -38,6 +40,10 @@ def test_matmul_params_count_active_experts_and_head() -> None:
     # According to the cards 3.6 B and 5.1 B active, without the embedding of 0.58 B.
     assert known_shape("gpt-oss-20b").matmul_params / 1e9 == pytest.approx(3.6, rel=0.01)
     assert known_shape("gpt-oss-120b").matmul_params / 1e9 == pytest.approx(5.1, rel=0.01)
+    # According to the card 37 B activated, including 0.93 B of the embedding; its cache holds 512 + 64
+    # numbers per token and layer.
+    assert known_shape("deepseek-v3").matmul_params / 1e9 == pytest.approx(37.0 - 0.4, rel=0.02)
+    assert known_shape("deepseek-v3").cached_per_token == 61 * 576
     # 7.62 B less 152064 x 3584 of the embedding, biases and norms.
     assert known_shape("qwen2.5-7b").matmul_params / 1e9 == pytest.approx(7.62 - 0.545, rel=0.001)
     # 28 layers, keys and values, 2 heads of 128: 14336 numbers.

@@ -50,7 +50,7 @@ def merged(policy: Policy, base: Params, adapter: Params) -> Params:
     return jax.device_put(lora.merge(policy, base, adapter))
 
 
-@partial(jax.jit, static_argnames=("policy", "unroll", "remat"))
+@partial(jax.jit, static_argnames=("policy", "unroll", "remat", "absorbs"))
 def logits(policy: Policy, params: Params, tokens: jax.Array = TOKENS, **how: Any) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     attend = packed_attention(jnp.ones_like(tokens))
@@ -401,12 +401,14 @@ def test_adapters_of_fused_matrices_are_read_back(tmp_path: Path, rslora: bool) 
         lora.load(tmp_path, policy, one)
 
 
-@pytest.mark.parametrize("architecture", tuple(TRAITS))
+@pytest.mark.parametrize("architecture", [name for name in TRAITS if not TRAITS[name].vision])
 @pytest.mark.slow
 def test_every_family_adds_its_adapter_to_its_weights(architecture: str) -> None:
     config = tiny_policy(architecture).config
     # Experts have no adapters.
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    if config.latent is not None:
+        attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     targets = attention if config.moe else (*attention, "gate_proj", "up_proj", "down_proj")
     policy = Policy(config, LoRA(rank=2, targets=targets))
     base = random_params(policy)
@@ -419,3 +421,23 @@ def test_every_family_adds_its_adapter_to_its_weights(architecture: str) -> None
     merged = jax.tree.map(jnp.asarray, lora.merge(policy, base, adapter))
     np.testing.assert_allclose(ours, logits(policy, merged, tokens), atol=2e-3, rtol=1e-3)
     assert np.abs(ours - logits(policy, base, tokens)).mean() > 0.3
+    absorbed = logits(policy, lora.attach(policy, base, adapter), tokens, absorbs=True)
+    np.testing.assert_allclose(ours, absorbed, atol=2e-3, rtol=1e-3)
+
+
+def test_expert_targets_of_deepseek_are_refused() -> None:
+    policy = adapted("DeepseekV3ForCausalLM", targets=("o_proj", "gate_proj"))
+    expected = "has no gate_proj; choose from o_proj, q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b"
+    with pytest.raises(ValueError, match=expected):
+        lora.abstract(policy)
+
+
+def test_latent_adapter_is_saved_by_the_names_of_peft(tmp_path: Path) -> None:
+    policy = adapted("DeepseekV3ForCausalLM", targets=("o_proj", "kv_b_proj"))
+    adapter = random_adapter(policy)
+    lora.save(tmp_path, policy, adapter, "base")
+    read = Policy(policy.config, lora.read_config(tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, lora.load(tmp_path, read, placed(read)), adapter)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.2.self_attn.kv_b_proj.lora_A.weight"
+    assert tensors[name].shape == (3, 8)  # rank and latent

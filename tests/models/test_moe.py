@@ -5,10 +5,12 @@ import pytest
 from tiny_policies import random_params, tiny_policy
 
 from areal_jax.models import moe
+from areal_jax.models.architecture import ExpertGroups
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.moe import (
     MoE,
     Routing,
+    _choose_in_groups,
     balance_loss,
     local_experts,
     router_metrics,
@@ -134,6 +136,37 @@ def test_balance_loss_by_hand():
         "router_busiest_expert": 1.5,
         "router_idle_experts": 0.0,
     }
+
+
+def test_experts_are_chosen_by_group_and_bias() -> None:
+    # Groups (0, 1), (2, 3), (4, 5). Of token 0 the sums are 1.1, 1.3 and 1.0, so that its two
+    # groups hold 0 to 3, of which 0 and 2 are the highest, and not 4. The bias of token 1, which
+    # has the same scores, lifts expert 5, and the last group replaces the first.
+    scores = jnp.array([0.7, 0.4, 0.8, 0.5, 0.9, 0.1])
+    lifted = scores + jnp.array([0, 0, 0, 0, 0, 0.5])
+    groups = ExpertGroups(n_group=3, topk_group=2, routed_scaling_factor=1.0)
+    chosen = _choose_in_groups(jnp.stack([scores, lifted])[None], groups, 2)
+    np.testing.assert_array_equal(chosen, [[[2, 0], [4, 2]]])
+
+
+def test_selection_bias_has_no_gradient_and_no_weight() -> None:
+    policy = tiny_policy("DeepseekV3ForCausalLM")
+    params = random_params(policy)
+
+    @jax.jit
+    def output(params):
+        tokens = jnp.arange(12)[None] % 40
+        attend = packed_attention(jnp.ones_like(tokens))
+        hidden, _, _ = policy.hidden(params, tokens, tokens, attend, compute_dtype=jnp.float32)
+        return hidden.sum()
+
+    gradient = jax.grad(output)(params)["layers"]["mlp"]
+    assert not gradient["selection_bias"].any() and gradient["router"].any()
+    # A bias that is equal for all experts changes neither choice nor weights.
+    mlp = params["layers"]["mlp"]
+    shifted = mlp | {"selection_bias": mlp["selection_bias"] + 3.0}
+    moved = output(params | {"layers": params["layers"] | {"mlp": shifted}})
+    np.testing.assert_allclose(moved, output(params), rtol=1e-5)
 
 
 @pytest.mark.parametrize("unroll", [False, True])

@@ -27,9 +27,7 @@ QUANTIZED = "gpt_oss_mxfp4"
 FAMILIES = sorted(
     folder.name for folder in FIXTURES.iterdir() if folder.is_dir() and folder.name != QUANTIZED
 )
-EXPERTS = [
-    name for name in FAMILIES if "balance" in load_file(FIXTURES / name / "expected.safetensors")
-]
+EXPERTS = [name for name in FAMILIES if hf.read_config(FIXTURES / name).moe is not None]
 
 
 class Original(NamedTuple):
@@ -129,7 +127,9 @@ def assert_matches(
         jax.nn.log_softmax(logits), jax.nn.log_softmax(expected["logits"]), atol=1e-4
     )
     np.testing.assert_allclose(loss, expected["loss"], atol=1e-4)
-    np.testing.assert_allclose(balance, expected.get("balance", 0.0), atol=1e-4)
+    # transformers has none for DeepSeek-V3.
+    if policy.config.moe is None or policy.config.moe.groups is None:
+        np.testing.assert_allclose(balance, expected.get("balance", 0.0), atol=1e-4)
     compared = set()
     for name, tensor in hf._to_files(policy, gradient):
         sums = (

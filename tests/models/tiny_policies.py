@@ -41,6 +41,20 @@ VISION: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [0, 1, 1]},
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 FAMILY: dict[str, Mapping[str, object]] = {
     "Qwen3MoeForCausalLM": EXPERTS,
     "Qwen3ForCausalLM": {"head_dim": 4},
@@ -49,6 +63,7 @@ FAMILY: dict[str, Mapping[str, object]] = {
     "Gemma3ForCausalLM": {"head_dim": 4, "sliding_window": 3, "sliding_window_pattern": 3},
     "Olmo3ForCausalLM": {"sliding_window": 3},
     "Qwen2MoeForCausalLM": EXPERTS | {"shared_expert_intermediate_size": 8},
+    "DeepseekV3ForCausalLM": LATENT,
     "Qwen2_5_VLForConditionalGeneration": VISION
     | {"vision_config": VISION["vision_config"] | {"window_size": 8, "fullatt_block_indexes": [1]}},
     "Qwen3VLForConditionalGeneration": VISION

@@ -3,7 +3,9 @@
 Needs torch, which areal_jax itself does not:
 
     pip install torch==2.13.0 transformers==5.23.0 safetensors==0.8.0
-    python tests/models/parity/make.py
+    python tests/models/parity/make.py [NAME...]
+
+With names, only these of the later families are made.
 
 Each family has a folder with config.json and model.safetensors (or several files with an index),
 written by `save_pretrained`, and expected.safetensors with
@@ -26,6 +28,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -33,6 +36,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4Config,
@@ -220,7 +225,41 @@ def later_families() -> dict[str, PreTrainedModel]:
             )
         ),
         "gpt_oss": gpt_oss(sampled_sizes(10) | {"num_hidden_layers": 3}),
+        "deepseek_dense_query": deepseek_v3(
+            11, q_lora_rank=None, n_group=1, topk_group=1, first_k_dense_replace=0
+        ),
+        "deepseek_v3": deepseek_v3(
+            12,
+            rope_parameters={"rope_theta": 1000.0, "mscale": 0.7, "mscale_all_dim": 1.3} | YARN,
+            attention_bias=True,
+        ),
     }
+
+
+def deepseek_v3(seed: int, **settings: object) -> DeepseekV3ForCausalLM:
+    """Make a policy with latent attention, whose sizes are sampled, and experts in groups."""
+    sizes = sampled_sizes(seed) | {"num_hidden_layers": 3}
+    draw = random.Random(seed).choice
+    latent = {
+        "q_lora_rank": draw((6, 10)),
+        "kv_lora_rank": draw((6, 12)),
+        "qk_nope_head_dim": draw((4, 6)),
+        "qk_rope_head_dim": draw((4, 8)),
+        "v_head_dim": draw((6, 8)),
+    }
+    experts = {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": draw((1, 2)),
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    }
+    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": None}
+    config = sizes | latent | experts | tokens | settings
+    config["num_key_value_heads"] = config["num_attention_heads"]
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**config))
 
 
 def gpt_oss(sizes: dict[str, int]) -> GptOssForCausalLM:
@@ -276,13 +315,15 @@ def gradient(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     gradients = copy.deepcopy(model)
     for into, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
         into.data = parameter.grad
+    for buffer in gradients.buffers():
+        buffer.zero_()
     with tempfile.TemporaryDirectory() as folder:
         gradients.save_pretrained(folder)
         loaded = load_file(Path(folder) / "model.safetensors")
     return loaded
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     here = Path(__file__).parent
     torch.manual_seed(0)
     # Lazily: making models samples numbers too.
@@ -290,6 +331,11 @@ def main() -> None:
     for make, name, model in models:
         if make is later_families:
             torch.manual_seed(zlib.crc32(name.encode()))
+        if names and (make is not later_families or name not in names):
+            continue
+        for path, buffer in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                buffer.copy_((torch.randn(buffer.shape) / 4).to(torch.bfloat16))
         for path, parameter in model.named_parameters():
             fan_in = parameter.shape[-1] if parameter.ndim == 2 and "embed" not in path else 4
             sampled = torch.randn(parameter.shape) / fan_in**0.5
@@ -318,8 +364,9 @@ def main() -> None:
         (here / name / "generation_config.json").unlink()
         expected = {name: tensor.detach().contiguous() for name, tensor in expected.items()}
         save_file(expected, here / name / "expected.safetensors")
-    save_quantized(here / "gpt_oss_mxfp4")
+    if not names:
+        save_quantized(here / "gpt_oss_mxfp4")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
