@@ -183,6 +183,7 @@ class HFTokenizer:
         messages: Sequence[Turn],
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
+        images: Sequence[ImageFile] = (),
     ) -> Int32[np.ndarray, "T"]:
         """Render a conversation with the chat template, up to the start of the assistant's turn.
 
@@ -190,12 +191,15 @@ class HFTokenizer:
             messages: the conversation.
             tools: functions that the assistant may call, in OpenAI's format.
             max_tokens: as in `encode_prompt`.
+            images: images of the turns that are no `Message`, in order.
 
         Raises:
             InvalidRequest: the text has too many bytes for `max_tokens`.
             ValueError: the template refuses the conversation.
         """
-        images = [image for turn in messages if isinstance(turn, Message) for image in turn.images]
+        images = images or [
+            image for turn in messages if isinstance(turn, Message) for image in turn.images
+        ]
         if self._template is None:
             if images:
                 _refuse_images(images[0])

@@ -48,6 +48,20 @@ def find_mismatches(plan: Plan) -> Iterator[str]:
         yield from _missing_program(plan.experiment)
     yield from find_unreadable(plan.experiment, engine.policy.config, plan.tokenizer)
     yield from _small_critic(plan)
+    yield from _no_room_for_images(plan)
+
+
+def _no_room_for_images(plan: Plan) -> Iterator[str]:
+    # Generated tasks, which are made on access, have none.
+    tasks = plan.tasks.tasks if isinstance(plan.tasks.tasks, list) else ()
+    longest = max((task.images for task in tasks), key=len, default=())
+    if not longest or plan.image_reader is None or plan.experiment.trainer.row_image_tokens:
+        return
+    num_tokens = sum(map(plan.image_reader.num_tokens, longest))
+    yield (
+        "trainer.row_image_tokens=0 leaves no room for the images of the tasks; set it to at least "
+        f"{num_tokens}, the image tokens of a task"
+    )
 
 
 def find_unreadable(

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from pydantic import (
@@ -32,6 +32,7 @@ from typing_extensions import TypedDict
 
 from areal_jax.engine.batch import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from areal_jax.engine.config import MAX_TOP_K
+from areal_jax.image_files import ImageFile, read_image
 
 MAX_STOPS = 16
 """Stop strings of one request; OpenAI allows 4."""
@@ -96,6 +97,8 @@ class GenerationParams:
     """In addition to those of the policy."""
     include_logp: bool
     include_tokens: bool
+    images: tuple[ImageFile, ...] = ()
+    """Images of the conversation, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +159,9 @@ def read_chat(given: Mapping[str, Any], max_messages: int = 1 << 20) -> Chat:
         raise APIError(400, f"top_logprobs requires logprobs=true, found {found}", param="logprobs")
     budget = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     # Templates read tools as the client wrote them, with the order of their keys.
+    generation_params = body.generation_params(budget, body.top_logprobs if body.logprobs else None)
     return Chat(
-        body.generation_params(budget, body.top_logprobs if body.logprobs else None),
+        replace(generation_params, images=_images(body.messages)),
         tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages)),
         tuple(tools) if tools and body.tool_choice == "auto" else (),
     )
@@ -215,7 +219,7 @@ _Several = BeforeValidator(
 # interpreter's lock.
 _strict = with_config(ConfigDict(strict=True))
 
-_CONTENT = "a string or a list of parts of type text"
+_CONTENT = "a string or a list of parts of type text or image_url"
 
 
 @_strict
@@ -235,14 +239,27 @@ class _TextPart(TypedDict):
     text: str
 
 
-_TextParts = Annotated[list[_TextPart], Field(fail_fast=True)]
+@_strict
+class _ImageURL(TypedDict):
+    url: str
+    detail: NotRequired[str | None]
+
+
+@_strict
+class _ImagePart(TypedDict):
+    type: Literal["image_url"]
+    image_url: _ImageURL
+
+
+_Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
+_Parts = Annotated[list[_Part], Field(fail_fast=True)]
 
 
 @_strict
 class _Message(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: NotRequired[Annotated[list[_ToolCall], Field(fail_fast=True)] | None]
-    content: NotRequired[Annotated[str | _TextParts | None, _expected(f"be {_CONTENT}")]]
+    content: NotRequired[Annotated[str | _Parts | None, _expected(f"be {_CONTENT}")]]
     name: NotRequired[str | None]
     tool_call_id: NotRequired[str | None]
 
@@ -264,14 +281,21 @@ class _StreamOptions(TypedDict):
 
 
 def _turn(message: _Message, path: str) -> dict[str, Any]:
-    """Return a message as chat templates read it: content is one string, arguments are objects."""
+    """Return a message as chat templates read it: content is one string, or a list of parts if it
+    has images; arguments are objects.
+    """
     role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
     calls = calls if role == "assistant" else None
     if content is None and not calls:
         raise APIError(
             400, f"expected {path}.content to be {_CONTENT}, found null", param=f"{path}.content"
         )
-    content = "".join(part["text"] for part in content) if isinstance(content, list) else content
+    if isinstance(content, list):
+        content = _content(content)
+        if isinstance(content, list) and role != "user":
+            raise APIError(
+                400, f"expected images in messages of the user, found one in {path}", param=path
+            )
     turn: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
         "content": content or "",
@@ -285,6 +309,35 @@ def _turn(message: _Message, path: str) -> dict[str, Any]:
     return turn | {
         name: value for name in ("name", "tool_call_id") if (value := message.get(name)) is not None
     }
+
+
+def _content(parts: list[_Part]) -> str | list[dict[str, str]]:
+    """Return the parts of a message as text, or as parts without the content of images."""
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts if part["type"] == "text")
+    return [
+        {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"}
+        for part in parts
+    ]
+
+
+def _images(messages: Sequence[_Message]) -> tuple[ImageFile, ...]:
+    """Return the images of a conversation, in order.
+
+    Raises:
+        APIError: one is not in a data URI. The server fetches nothing.
+    """
+    images = list[ImageFile]()
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if part["type"] == "image_url":
+                try:
+                    images.append(read_image(part["image_url"]["url"]))
+                except ValueError as error:
+                    path = f"messages[{place}].content[{number}].image_url.url"
+                    raise APIError(400, f"{path}: {error}", param=path) from error
+    return tuple(images)
 
 
 class _SamplingFields(BaseModel):

@@ -47,7 +47,8 @@ class EngineBackend:
         return nullcontext()
 
     def prompt_of(self, chat: Chat) -> Int32[np.ndarray, "P"]:
-        return self.tokenizer.render(chat.turns, chat.tools, self.max_prompt_tokens)
+        images = chat.generation_params.images
+        return self.tokenizer.render(chat.turns, chat.tools, self.max_prompt_tokens, images)
 
     def prompt_of_text(self, text: str) -> Int32[np.ndarray, "P"]:
         return self.tokenizer.encode_prompt(text, self.max_prompt_tokens)
@@ -77,6 +78,7 @@ class EngineBackend:
             if generation_params.seed is None
             else generation_params.seed,
             on_progress=on_progress,
+            images=generation_params.images,
         )
         return await self.engine.submit(request)
 

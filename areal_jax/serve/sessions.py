@@ -89,6 +89,8 @@ class Session:
             self._tasks.discard(task)
 
     def prompt_of(self, chat: Chat) -> Int32[np.ndarray, "P"]:
+        if chat.generation_params.images:
+            raise APIError(400, "images are not supported in training", param="messages")
         call = self._before(chat)
         if call is None:
             return self.tokenizer.render(chat.turns, chat.tools)

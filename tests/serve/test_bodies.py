@@ -31,11 +31,11 @@ def texts(**body: Any) -> Any:
         ),
         (
             {"messages": [{"role": "user", "content": None}]},
-            "messages[0].content to be a string or a list of parts of type text, found null",
+            "messages[0].content to be a string or a list of parts of type text or image_url, found null",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content to be a string or a list of parts of type text, found a list",
+            "messages[0].content to be a string or a list of parts of type text or image_url, found a list",
         ),
         (
             {
@@ -191,6 +191,31 @@ def test_messages_are_converted_for_templates():
         },
         {"role": "tool", "content": "2", "tool_call_id": "1"},
     )
+
+
+def test_images_are_read_from_data_uris():
+    parts = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk=", "detail": "low"}},
+        {"type": "text", "text": "How many?"},
+    ]
+    asked = chat(messages=[{"role": "user", "content": parts}])
+    content = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+    assert asked.turns == ({"role": "user", "content": content},)
+    assert asked.generation_params.images == (b"hi",)
+
+
+@pytest.mark.parametrize(
+    ("role", "url", "words"),
+    [
+        ("user", "https://example.com/a.png", "expected an image as bytes or a data URI"),
+        ("user", "data:image/png;base64,?", "expected a data URI in base64"),
+        ("system", "data:image/png;base64,aGk=", "expected images in messages of the user"),
+    ],
+)
+def test_other_images_are_refused(role: str, url: str, words: str):
+    part = {"type": "image_url", "image_url": {"url": url}}
+    with pytest.raises(APIError, match=words):
+        chat(messages=[{"role": role, "content": [part]}])
 
 
 def test_absent_fields_leave_sampling_parameters_unchanged():
