@@ -2,6 +2,8 @@
 
 Per-token arrays are aligned with `tokens`: entry t belongs to token t. Axes: B rows, T tokens of a
 row.
+
+The file has more than 400 lines because every room reads these records from one place.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ Where a kernel attends to pages, `generate` reads and writes them. On CPUs it re
 (`decode_view.py`) and writes both.
 
 Axes: S slots, T tokens, M pages of a slot's table.
+
+The file has more than 400 lines because its one class prepares the arguments of every program.
 """
 
 from __future__ import annotations
