@@ -272,6 +272,8 @@ class RewardResult:
     not be trained on."""
     trace: str = ""
     """Traceback of a reward function that raised, from its own first frame."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward, if the reward function returns them."""
 
     def __post_init__(self) -> None:
         if self.kind == "infrastructure":
@@ -334,6 +336,8 @@ class Sample:
     stop_reason: StopReason
     experts: Shaped[np.ndarray, "T L k"] | None = None
     """Recorded experts of each token in each layer; `native_expert` where there are none."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward, as the reward function returned them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

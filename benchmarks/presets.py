@@ -43,7 +43,7 @@ from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import NO_VERSION, Group, Sample, Task
-from areal_jax.rl.config import GAE, MaxRL
+from areal_jax.rl.config import GAE, GDPO, MaxRL
 from areal_jax.rl.presets import PRESETS
 from areal_jax.trainer.objective import policy_learner
 from areal_jax.trainer.pipeline import SampleLimits
@@ -53,6 +53,10 @@ from areal_jax.trainer.step import TrainableModel
 NAME = "presets"
 NUM_STEPS = 30
 NUM_TURNS = 30
+COMPONENTS = (
+    f"rewards.function={Path(__file__).parent / 'component_rewards.py'}:boxed_and_short",
+    "trainer.advantages.weights=short:0.1",
+)
 
 
 def read_scores(folder: Path) -> dict[str, tuple[float, float]]:
@@ -64,6 +68,7 @@ def read_scores(folder: Path) -> dict[str, tuple[float, float]]:
             f"evaluation.every_steps={NUM_STEPS}",
             "checkpoint.export_hf=false",
             *(["rewards.wrong=0"] if isinstance(preset.advantages, MaxRL) else []),
+            *(COMPONENTS if isinstance(preset.advantages, GDPO) else []),
         )
         for name, preset in PRESETS.items()
     }
@@ -132,6 +137,7 @@ def batch(seed: int) -> list[Group]:
             reward=float(chance.integers(0, 2)),
             grade="correct",
             stop_reason="stop",
+            components={"correct": float(chance.integers(0, 2)), "short": float(chance.random())},
         )
 
     return [

@@ -82,6 +82,7 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
                 "task": task_to_json(group.task),
                 "grades": [sample.grade for sample in group.samples],
                 "stop_reasons": [sample.stop_reason for sample in group.samples],
+                "components": [dict(sample.components) for sample in group.samples],
             }
             for group in state.buffered
         ],
@@ -140,8 +141,14 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
                     grade=grade,
                     stop_reason=stop_reason,
                     experts=next(sample_experts),
+                    components=components,
                 )
-                for grade, stop_reason in zip(entry["grades"], entry["stop_reasons"], strict=True)
+                for grade, stop_reason, components in zip(
+                    entry["grades"],
+                    entry["stop_reasons"],
+                    entry.get("components", [{}] * len(entry["grades"])),
+                    strict=True,
+                )
             ),
         )
         for entry in facts["buffered"]

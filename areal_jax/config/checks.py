@@ -18,6 +18,7 @@ from areal_jax.rewards.tools import TOOLS
 from areal_jax.rl.config import (
     DPPO,
     GAE,
+    GDPO,
     CrossTokenizer,
     GroupNormalized,
     LeaveOneOut,
@@ -46,6 +47,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
         yield from _mini_batches(experiment)
         yield from _signal(experiment)
         yield from _teacher(experiment)
+        yield from _named_components(experiment)
         yield from _used_critic(experiment)
         yield from _success_rates(experiment)
         yield from _weighted_penalty(experiment)
@@ -213,6 +215,23 @@ def _unshaped_rewards(experiment: Experiment) -> Iterator[str]:
         yield (
             "trainer.shaping with trainer.advantages=MaxRL, which needs rewards as they are; leave "
             "out trainer.shaping"
+        )
+
+
+def _named_components(experiment: Experiment) -> Iterator[str]:
+    """GDPO reads components of rewards that something names, as they are."""
+    if not isinstance(experiment.trainer.advantages, GDPO):
+        return
+    names_them = experiment.rewards.function is not None
+    if not names_them and not isinstance(experiment.workflow, Agent | CustomWorkflow):
+        yield (
+            "trainer.advantages=GDPO needs rewards with named components; set rewards.function to "
+            "a function that returns a dict of them"
+        )
+    if experiment.trainer.shaping != Shaping():
+        yield (
+            "trainer.shaping with trainer.advantages=GDPO, which reads the components of rewards; "
+            "leave out trainer.shaping"
         )
 
 

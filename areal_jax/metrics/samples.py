@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from pathlib import Path
 
@@ -46,6 +46,8 @@ class TrainedSample:
     stop_reason: str
     expected: str = ""
     """Reference answer of the task; empty if it has none."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward."""
 
 
 class SampleWriter:
@@ -213,6 +215,8 @@ def row(sample: TrainedSample, version: int, texts: TokenTexts | None) -> dict[s
         "behave_logp": [float(f"{logp:.9g}") for logp in sample.behave_logp.tolist()],
         "versions": sample.versions,
     }
+    if sample.components:
+        facts["components"] = dict(sample.components)
     if texts is None:
         return facts
     spans = list(_spans(sample, texts))

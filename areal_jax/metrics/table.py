@@ -106,6 +106,7 @@ _TRAINER = (
     Entry("returns", "mean return of sampled tokens", "reward"),
     Entry("explained_variance", "share of the returns' variance that values explain", "", "0 to 1"),
     Entry("reward", "mean reward of the step's samples", "reward", "increasing"),
+    Entry("reward/*", "mean of a named component of the reward", "reward", "increasing"),
     Entry("reward_min", "smallest reward of the step", "reward"),
     Entry("reward_max", "largest reward of the step", "reward"),
     Entry("reward_std", "standard deviation of rewards", "reward", "above 0"),

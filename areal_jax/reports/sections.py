@@ -45,7 +45,10 @@ NORMAL_95 = 1.96
 LEARNING = (
     Chart(
         "Reward",
-        (Line(names.REWARD, "mean reward", "trainer/reward_std"),),
+        (
+            Line(names.REWARD, "mean reward", "trainer/reward_std"),
+            Line("trainer/reward/*", "component *"),
+        ),
         note="Mean of each step's samples; the band is one standard deviation of the samples.",
     ),
     Chart(

@@ -1,6 +1,6 @@
 """Reward functions of three frameworks, recognized by the names of their parameters:
 
-- areal_jax: `(task, answer)`, which returns a bool or a number;
+- areal_jax: `(task, answer)`, which returns a bool, a number, or a dict of named components;
 - TRL: `(prompts, completions, **kwargs)`, a list of numbers
   (https://huggingface.co/docs/trl/grpo_trainer);
 - verl: `(data_source, solution_str, ground_truth, extra_info=None)`, a number, or a dict with
@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -191,5 +192,10 @@ def _verl_score(found: object) -> object:
     if isinstance(found, dict):
         if "score" not in found:
             raise TypeError(f'expected a number, or a dict with "score", found {shown(found)}')
-        return found["score"]
+        # The others are for verl's logs. Numbers among them are components of the reward.
+        return {
+            name: part
+            for name, part in found.items()
+            if name == "score" or isinstance(part, numbers.Real)
+        }
     return found

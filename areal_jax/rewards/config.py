@@ -98,7 +98,8 @@ class RewardConfig:
         doc="reward function, FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, answer), "
         "or as TRL or verl call "
         "theirs, in a reward worker process, async or not; returns a bool or a number, see "
-        "scale; none: mathematics, programs",
+        "scale, or a dict of named components, whose sum (or entry score) is the reward; none: "
+        "mathematics, programs",
     )
     scale: Literal["unit", "raw"] = chz.field(
         default="unit",

@@ -12,9 +12,9 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 MAX_TRACE_CHARS = 4000
 
@@ -43,15 +43,36 @@ def load_function(function: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
-def graded(
-    found: object, scale: Literal["unit", "raw"]
-) -> tuple[Literal["correct", "wrong", "scored"], float]:
+class Graded(NamedTuple):
+    """What the result of a reward function (or an agent) means."""
+
+    kind: Literal["correct", "wrong", "scored"]
+    score: float
+    components: dict[str, float]
+    """Named parts of the score."""
+
+
+def graded(found: object, scale: Literal["unit", "raw"]) -> Graded:
     """Return grade and score of the result of a reward function (or an agent).
+
+    A dict names the components of a reward: its entry "score" is the reward, or, without one, the
+    sum of all.
 
     Raises:
         TypeError: The result is not a reward; the message says what was expected.
         ValueError: Its number is out of range.
     """
+    if isinstance(found, Mapping):
+        parts = {str(name): _number(part, "raw") for name, part in found.items()}
+        if not parts:
+            raise TypeError("expected a reward or named components of it, found an empty dict")
+        score = parts.pop("score", None)
+        total = sum(parts.values()) if score is None else score
+        return Graded(*_grade(total, found, scale), parts)
+    return Graded(*_grade(_number(found, scale), found, scale), {})
+
+
+def _number(found: object, scale: Literal["unit", "raw"]) -> float:
     value = found
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()  # pyright: ignore[reportAttributeAccessIssue] # a number of numpy, torch or jax
@@ -65,9 +86,15 @@ def graded(
         raise TypeError(
             f"expected {expected}, found {shown(found)} of type {type(found).__name__}{hint}"
         )
-    score = float(value)
-    if not math.isfinite(score):
-        raise ValueError(f"expected a finite number, found {score}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number, found {number}")
+    return number
+
+
+def _grade(
+    score: float, found: object, scale: Literal["unit", "raw"]
+) -> tuple[Literal["correct", "wrong", "scored"], float]:
     if scale == "raw":
         return "scored", score
     if not 0 <= score <= 1:

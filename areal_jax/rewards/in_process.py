@@ -76,7 +76,7 @@ class InProcessGrader:
     def _call(self, task: Task, answer: str, awaited: list[Future[Any]]) -> dict[str, Any]:
         self._waiting.futures = awaited
         try:
-            kind, score = graded(self._function(task, answer), self._config.scale)
+            found = graded(self._function(task, answer), self._config.scale)
         except (Exception, SystemExit) as error:  # the user's code; counted as a failure
             return {
                 # As in reward workers: an OSError is the machine's fault.
@@ -84,7 +84,7 @@ class InProcessGrader:
                 "detail": f"{type(error).__name__}: {error}",
                 "trace": traceback_of(error),
             }
-        return {"kind": kind, "detail": "", "score": score, "failed": False}
+        return {**found._asdict(), "detail": "", "failed": False}
 
     def _finish(self, found: object) -> object:
         """Await what an async function returns, in one loop for all calls: connections that the

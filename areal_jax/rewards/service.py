@@ -163,8 +163,14 @@ class RewardService:
             request = {"task": task_to_json(task), "text": answer}
             found = await self._execute(request, timeout_s, can_be_set_aside)
         # A result without `failed` is not from the process: the call failed.
-        score, failed, trace = found.get("score"), found.get("failed", True), found.get("trace", "")
-        return RewardResult(found["kind"], found["detail"], score, failed, trace)
+        return RewardResult(
+            found["kind"],
+            found["detail"],
+            found.get("score"),
+            found.get("failed", True),
+            found.get("trace", ""),
+            found.get("components", {}),
+        )
 
     async def use(self, tool: str, argument: str) -> ToolResult:
         """Execute a tool call. Cancelling it kills its process.

@@ -49,6 +49,7 @@ class GradeFields(NamedTuple):
     score: float | None = None
     failed: bool = False
     trace: str = ""
+    components: dict[str, float] | None = None
 
 
 class Unprepared(Exception):
@@ -231,6 +232,7 @@ def _graded(grader: Grader, task: dict[str, Any], text: str) -> dict[str, object
         "score": finding.score,
         "failed": finding.failed,
         "trace": finding.trace,
+        "components": finding.components or {},
     }
 
 
@@ -333,8 +335,8 @@ def _custom_grader(function: str, scale: Literal["unit", "raw"]) -> Grader:
     own = adapt(load_function(function), finished)
 
     def grader(task: dict[str, Any], text: str) -> GradeFields:
-        kind, score = graded(own(task_from_json(task), text), scale)
-        return GradeFields(kind, score=score)
+        found = graded(own(task_from_json(task), text), scale)
+        return GradeFields(found.kind, score=found.score, components=found.components)
 
     return grader
 

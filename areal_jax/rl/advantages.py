@@ -6,7 +6,7 @@ is exactly 0. Axes: G samples of a group, S samples of a mini-batch, T tokens of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Int
 
 from areal_jax.rl.config import (
     GAE,
+    GDPO,
     Advantages,
     BatchNormalized,
     CustomAdvantages,
@@ -24,6 +25,7 @@ from areal_jax.rl.config import (
     Mean,
     Shaping,
     Unnormalized,
+    component_weights,
 )
 
 
@@ -43,6 +45,8 @@ class Trajectory(NamedTuple):
     only."""
     value_after: float = 0.0
     """Critic's value of the state after the last sampled token; 0 if the answer has ended."""
+    components: Mapping[str, float] = {}
+    """Named parts of the reward."""
 
 
 def compute_advantages(
@@ -65,6 +69,8 @@ def compute_advantages(
             )
         case MaxRL():
             return _spread(groups, [_max_rl(rewards_G) for rewards_G in _rewards_by_group(groups)])
+        case GDPO():
+            return _spread(groups, _component_normalized(groups, config))
         case BatchNormalized():
             return _batch_normalized(groups, config)
         case GAE():
@@ -78,7 +84,7 @@ def compute_advantages(
     raise TypeError(
         "expected an advantage estimator of areal_jax.rl.config, found "
         f"{type(config).__name__}; set trainer.advantages to GroupNormalized, LeaveOneOut, "
-        "MaxRL, BatchNormalized, Unnormalized or GAE"
+        "MaxRL, GDPO, BatchNormalized, Unnormalized or GAE"
     )
 
 
@@ -266,6 +272,53 @@ def _max_rl(rewards_G: Float[np.ndarray, "G"]) -> Float32[np.ndarray, "G"]:
         )
     mean = rewards_G.mean() if len(rewards_G) else 0.0
     return (_centred(rewards_G) / (mean if mean > 0.0 else 1.0)).astype(np.float32)
+
+
+def _component_normalized(
+    groups: Sequence[Sequence[Trajectory]], config: GDPO
+) -> list[Float64[np.ndarray, "_"]]:
+    """z = sum_k weight_k (r_k - group mean) / (group std + eps), then (z - mean) / (std + eps) over
+    the batch (GDPO, arXiv:2601.05242).
+    """
+    trajectories = list(chain.from_iterable(groups))
+    names = sorted(set[str]().union(*(each.components for each in trajectories)))
+    for each in trajectories:
+        if not names or each.components.keys() != set(names):
+            raise ValueError(
+                "trainer.advantages=GDPO expects the same named components in every reward, found "
+                f"{', '.join(each.components) or 'none'}, and {', '.join(names) or 'none'} in the "
+                "batch; let rewards.function return a dict of all of them"
+            )
+    weights = component_weights(config.weights)
+    if unknown := weights.keys() - set(names):
+        raise ValueError(
+            f"trainer.advantages.weights names {', '.join(sorted(unknown))}; the reward has "
+            f"{', '.join(names)}"
+        )
+    sums = [
+        np.sum(
+            [
+                weights.get(name, 1.0)
+                * _normalized(np.array([each.components[name] for each in group]), config.eps)
+                for name in names
+            ],
+            axis=0,
+        )
+        for group in groups
+    ]
+    flat = np.concatenate(sums)
+    counts = np.ones(len(flat))
+    if config.over == "tokens":
+        counts = np.array([each.loss_mask.sum() for each in trajectories], np.float64)
+    total = max(counts.sum(), 1.0)
+    mean = (counts * flat).sum() / total
+    std = np.sqrt((counts * (flat - mean) ** 2).sum() / max(total - 1.0, 1.0))
+    return [(of_group - mean) / (std + config.eps) for of_group in sums]
+
+
+def _normalized(rewards_G: Float[np.ndarray, "G"], eps: float) -> Float64[np.ndarray, "G"]:
+    centred_G = _centred(rewards_G)
+    return centred_G / (np.sqrt((centred_G**2).sum() / max(len(centred_G) - 1, 1)) + eps)
 
 
 def _centred(rewards_G: Float[np.ndarray, "G"]) -> Float64[np.ndarray, "G"]:

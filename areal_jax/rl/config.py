@@ -5,7 +5,9 @@ The file has more than 400 lines because it lists every choice; each is a few fi
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import chz
@@ -459,6 +461,51 @@ class MaxRL(Advantages):
     are 0 or more (`rewards.wrong=0`) and not shaped: a negative mean turns every sign around, and a
     mean near 0 has no bound.
     """
+
+
+def component_weights(weights: Iterable[str]) -> dict[str, float]:
+    """Return the weights of components of the reward, given as NAME:WEIGHT.
+
+    Raises:
+        ValueError: One is written differently.
+    """
+    found = dict[str, float]()
+    for each in weights:
+        name, _, weight = each.rpartition(":")
+        try:
+            found[name] = float(weight)
+        except ValueError:
+            found.pop(name, None)
+        if not name or not math.isfinite(found.get(name, math.nan)):
+            raise ValueError(f"expected NAME:WEIGHT, such as format:0.5, found {each!r}")
+    return found
+
+
+def _has_component_weights(record: Any, name: str) -> None:
+    component_weights(getattr(record, name))
+
+
+@chz.chz
+class GDPO(Advantages):
+    """GDPO (arXiv:2601.05242): each named component of the reward is normalised in its group, then
+    their weighted sum over the batch. Otherwise different components would often give one sum.
+
+    `rewards.function` returns a dict of components. Rewards are not shaped.
+    """
+
+    weights: tuple[str, ...] = chz.field(
+        default=(),
+        doc="comma-separated weights of components, such as correct:1,format:0.5; a component "
+        "that is not listed has weight 1",
+        validator=_has_component_weights,
+    )
+    over: Literal["sequences", "tokens"] = chz.field(
+        default="sequences",
+        doc="what the sum is normalised over: the samples of the batch, or their loss tokens",
+    )
+    eps: float = chz.field(
+        validator=POSITIVE, default=1e-6, doc="added to standard deviations, in units of reward"
+    )
 
 
 @chz.chz

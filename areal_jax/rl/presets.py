@@ -12,6 +12,7 @@ from areal_jax.rl.config import (
     CISPO,
     DPPO,
     GAE,
+    GDPO,
     GMPO,
     GSPO,
     M2PO,
@@ -113,6 +114,10 @@ PRESETS: dict[str, Preset] = {
         advantages=GAE(step="turn"),
     ),
     "maxrl": Preset("MaxRL, arXiv:2602.02710; needs rewards.wrong=0", advantages=MaxRL()),
+    "gdpo": Preset(
+        "GDPO, arXiv:2601.05242; needs a reward function with named components",
+        advantages=GDPO(),
+    ),
     "ppo_no_critic": Preset(
         "PPO, arXiv:1707.06347, with GRPO's advantages instead of a critic's", loss=PPO()
     ),

@@ -117,6 +117,7 @@ class Recording:
                     versions=sample.versions,
                     stale=stale_tokens,
                     reward=sample.reward,
+                    components=sample.components,
                     grade=sample.grade,
                     stop_reason=sample.stop_reason,
                     expected=group.task.answer,

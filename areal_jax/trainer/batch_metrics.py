@@ -27,7 +27,16 @@ def describe_batch(batch: RolloutBatch, advantages: TokenValues) -> dict[str, fl
     tokens, count = float(num_trained.sum()), float(len(samples))
     without_signal = sum(not any(values.any() for values in of_group) for of_group in advantages)
     rewards = np.array([sample.reward for sample in samples])
+    by_component = dict[str, list[float]]()
+    for sample in samples:
+        for name, value in sample.components.items():
+            by_component.setdefault(name, []).append(value)
+    components = {
+        f"reward/{name}": Mean(sum(values), float(len(values)))
+        for name, values in by_component.items()
+    }
     return {
+        **components,
         "reward": Mean(float(rewards.sum()), count),
         "reward_min": float(rewards.min()),
         "reward_max": float(rewards.max()),

@@ -118,7 +118,7 @@ class TrainerConfig:
     )
     advantages: Advantages = chz.field(
         default_factory=GroupNormalized,
-        doc="GroupNormalized, LeaveOneOut, MaxRL, BatchNormalized, Unnormalized, or "
+        doc="GroupNormalized, LeaveOneOut, MaxRL, GDPO, BatchNormalized, Unnormalized, or "
         "GAE, with a critic",
     )
     critic: Critic = chz.field(

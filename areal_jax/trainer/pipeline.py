@@ -396,7 +396,11 @@ def _trajectories(
         sample: Sample, reward: float, trained: Bool[np.ndarray, "T"], *earned: np.ndarray
     ) -> Trajectory:
         return Trajectory(
-            reward, sample.loss_mask, trained, sum(earned[1:], earned[0]) if earned else None
+            reward,
+            sample.loss_mask,
+            trained,
+            sum(earned[1:], earned[0]) if earned else None,
+            components=sample.components,
         )
 
     rewards = [shaped(group).tolist() for group in batch.groups]

@@ -127,12 +127,12 @@ class Agents:
             )
         else:
             try:
-                kind, score = graded(result, self.rewards.scale)
+                kind, score, components = graded(result, self.rewards.scale)
             except (TypeError, ValueError) as error:
                 raise AgentFailed(f"result of the agent on task {task.id}: {error}") from None
-            grade = RewardResult(kind, score=score)
+            grade = RewardResult(kind, score=score, components=components)
         reward = grade.to_reward(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
-        return make_samples(calls, [reward] * len(calls), grade.kind, export=self.export)
+        return make_samples(calls, [reward] * len(calls), grade, export=self.export)
 
 
 SampledTokens = tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]

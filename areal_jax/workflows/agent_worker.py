@@ -181,12 +181,15 @@ class Worker:
 
 
 def _outcome(result: Any) -> dict[str, Any]:
-    """Return the message part of an agent's result, a number or None; TypeError for others."""
-    return {
-        "result": result
-        if result is None or type(result) in (bool, int, float)
-        else graded(result, "raw")[1]
-    }
+    """Return the message part of an agent's result: a number, named components of the reward or
+    None; TypeError for others.
+    """
+    if result is None or type(result) in (bool, int, float):
+        return {"result": result}
+    found = graded(result, "raw")
+    if found.components:
+        return {"result": {**found.components, "score": found.score}}
+    return {"result": found.score}
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

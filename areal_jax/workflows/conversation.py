@@ -19,7 +19,7 @@ from areal_jax.records import (
     NO_VERSION,
     Completion,
     Message,
-    ResultKind,
+    RewardResult,
     Sample,
     StopReason,
     native_expert,
@@ -66,7 +66,7 @@ def build_next_prompt(
 def make_samples(
     calls: Sequence[Call],
     rewards: Sequence[float],
-    grade: ResultKind,
+    grade: RewardResult,
     *,
     export: Export = "concatenated",
     stop_reason: StopReason | None = None,
@@ -108,7 +108,7 @@ def chain_calls(calls: Sequence[Call]) -> list[list[int]]:
 
 
 def _sample(
-    chain: Sequence[Call], reward: float, grade: ResultKind, stop_reason: StopReason | None
+    chain: Sequence[Call], reward: float, grade: RewardResult, stop_reason: StopReason | None
 ) -> Sample:
     """Make a sample of the last call's tokens, with all calls' completions in the loss mask."""
     tokens = chain[-1].tokens
@@ -127,7 +127,8 @@ def _sample(
         behave_logp=logp,
         versions=versions,
         reward=reward,
-        grade=grade,
+        grade=grade.kind,
+        components=grade.components,
         stop_reason=stop_reason or chain[-1].completion.stop_reason,
         experts=_experts(chain, len(tokens)),
     )

@@ -98,13 +98,13 @@ class Custom:
         if found is None:
             result = await chat.grade()
         else:
-            kind, score = graded(found, self.rewards.scale)
-            result = RewardResult(kind, score=score)
+            kind, score, components = graded(found, self.rewards.scale)
+            result = RewardResult(kind, score=score, components=components)
         reward = result.to_reward(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
         (sample,) = make_samples(
             chat.calls,
             [reward] * len(chat.calls),
-            result.kind,
+            result,
             stop_reason="length" if is_truncated else None,
         )
         return sample

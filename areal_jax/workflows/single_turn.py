@@ -79,5 +79,5 @@ class SingleTurn:
     async def _sample(self, task: Task, grader: Grader, call: Call) -> Sample:
         grade = await grade_answer(task, grader, self.tokenizer.decode(call.completion.tokens))
         reward = grade.to_reward(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
-        (sample,) = make_samples([call], [reward], grade.kind)
+        (sample,) = make_samples([call], [reward], grade)
         return sample

@@ -90,7 +90,7 @@ class Turns:
         (sample,) = make_samples(
             calls,
             [self._reward(grade, len(calls))] * len(calls),
-            grade.kind,
+            grade,
             stop_reason=stop_reason,
         )
         return sample

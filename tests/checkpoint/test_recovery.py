@@ -1,6 +1,7 @@
 """The rollout state is encoded bit-exactly, and values that cannot be are refused."""
 
 import json
+import math
 import struct
 from dataclasses import fields, replace
 
@@ -86,6 +87,7 @@ def test_decode_inverts_encode_bit_exactly(seed, groups, calls, rewards, text, c
             grade=grade,
             stop_reason=stop_reason,
             experts=any_experts(rng, length),
+            components={"format": abs(reward), "": 0.1} if math.isfinite(reward) else {},
         )
 
     def completion(length):
@@ -133,6 +135,7 @@ def test_every_record_field_is_encoded():
         "grade",
         "stop_reason",
         "experts",
+        "components",
     }
     # Top logprobs are for API clients; training does not need them.
     assert {field.name for field in fields(Completion)} == {

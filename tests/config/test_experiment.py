@@ -184,7 +184,7 @@ def test_chosen_class_has_its_own_defaults_in_any_order() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_algorithm_sets_only_the_settings_of_its_preset(name: str) -> None:
     # Accepted by every estimator.
-    overrides = ["rewards.wrong=0"]
+    overrides = ["rewards.wrong=0", "rewards.function=own.py:reward"]
     plain, preset = settings(load_experiment("aime", *overrides)), PRESETS[name]
     experiment = load_experiment("gsm8k", f"algorithm={name}", *overrides)
     assert isinstance(experiment, Experiment)

@@ -70,6 +70,11 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
     return float(ground_truth in solution_str)
 def verl_dict(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     return {"score": float(ground_truth in solution_str), "acc": True}
+def parts(task, answer): return {"correct": float(task.answer in answer), "short": 0.5 * (len(answer) < 5)}
+def verl_parts(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(ground_truth in solution_str), "length": len(solution_str), "said": solution_str}
+def odd_parts(task, answer): return {"correct": "yes"}
+def no_parts(task, answer): return {}
 def verl_without_score(data_source, solution_str, ground_truth, extra_info=None): return {"acc": 1.0}
 def verl_more(data_source, solution_str, ground_truth, sandbox_fusion_url): return 0.0
 def verl_batch(data_sources, solution_strs, ground_truths, extra_infos): return [0.0]
@@ -224,6 +229,48 @@ def test_raw_rewards_are_any_finite_number(functions: Path) -> None:
             RewardConfig(function=f"{functions}:infinite", scale="raw")
         ) as grader:
             assert (await grader(task(), "2")).failed
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "expected"),
+    [
+        # The sum of all; of 41 and 42 both are short.
+        (
+            "parts",
+            "raw",
+            [(0.5, {"correct": 0.0, "short": 0.5})] * 1 + [(1.5, {"correct": 1.0, "short": 0.5})],
+        ),
+        # verl's score is the reward, and its other numbers are components.
+        ("verl_parts", "unit", [(0.0, {"length": 2.0}), (1.0, {"length": 2.0})]),
+    ],
+)
+def test_components_of_a_reward_keep_their_names(
+    functions: Path, name: str, scale: Literal["unit", "raw"], expected: list[object]
+) -> None:
+    async def main() -> None:
+        async with RewardService(
+            RewardConfig(function=f"{functions}:{name}", scale=scale)
+        ) as grader:
+            found = [await grader(task(), answer) for answer in ("41", "42")]
+            assert [(grade.score, grade.components) for grade in found] == expected
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("odd_parts", "expected a finite number, found 'yes'"), ("no_parts", "found an empty dict")],
+)
+def test_components_that_are_no_numbers_are_refused(
+    functions: Path, name: str, reason: str
+) -> None:
+    async def main() -> None:
+        config = RewardConfig(function=f"{functions}:{name}", scale="raw")
+        async with RewardService(config) as grader:
+            grade = await grader(task(), "42")
+            assert grade.failed and reason in grade.detail
 
     asyncio.run(main())
 

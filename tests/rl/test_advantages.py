@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import chz
 import numpy as np
@@ -17,6 +18,7 @@ from areal_jax.rl.advantages import (
     shape_rewards,
 )
 from areal_jax.rl.config import (
+    GDPO,
     Advantages,
     BatchNormalized,
     CustomAdvantages,
@@ -123,6 +125,43 @@ def test_max_rl_divides_by_the_mean_of_each_group() -> None:
     assert not compute(MaxRL(), ([0.1, 0.1, 0.1], [3, 3, 3]))[0].any()
     with pytest.raises(ValueError, match=r"rewards\.wrong=0"):
         compute(MaxRL(), ([1.0, -1.0], [1, 1]))
+
+
+def of_components(weights: tuple[str, ...] = ("second:0.5",), **settings: Any) -> np.ndarray:
+    """GDPO's advantages of one group with two components and 1 to 4 loss tokens."""
+    group = [
+        trajectory(0.0, length)._replace(components={"first": first, "second": second})
+        for length, first, second in zip(
+            range(1, 5), [1.0, 0.0, 1.0, 1.0], [0.0, 0.5, 0.5, 1.0], strict=True
+        )
+    ]
+    (found,) = compute_advantages(GDPO(weights=weights, **settings), [group])
+    return np.array([each[0] for each in found])
+
+
+def test_gdpo_normalizes_components_and_then_their_sum() -> None:
+    # z of the components: [.5, -1.5, .5, .5] and [-1.224745, 0, 0, 1.224745]; with half the second
+    # [-.112372, -1.5, .5, 1.112372], divided by their deviation 1.118.
+    expected = [-0.100509, -1.341641, 0.447214, 0.994936]
+    np.testing.assert_allclose(of_components(), expected, atol=2e-6)
+    # Over tokens, of which the samples have 1 to 4 (verl).
+    expected = [-0.387417, -1.74468, 0.211556, 0.810528]
+    np.testing.assert_allclose(of_components(over="tokens"), expected, atol=2e-6)
+    assert not np.allclose(of_components(weights=()), of_components())
+
+
+def test_gdpo_needs_the_same_components_in_every_reward() -> None:
+    with pytest.raises(ValueError, match=r"the same named components.*found none, and none in"):
+        compute(GDPO(), ([1.0, 0.0], [1, 1]))
+    first, second = (trajectory(0.0, 1)._replace(components={name: 1.0}) for name in "ab")
+    with pytest.raises(ValueError, match="found a, and a, b in the batch"):
+        compute_advantages(GDPO(), [[first, second]])
+    with pytest.raises(ValueError, match="weights names third; the reward has first, second"):
+        of_components(weights=("third:1",))
+    with pytest.raises(
+        ValueError, match=r"expected NAME:WEIGHT, such as format:0\.5, found 'first'"
+    ):
+        GDPO(weights=("first",))
 
 
 def test_group_of_one_sample_gets_zero_advantage() -> None:

@@ -20,7 +20,7 @@ from scripted_engine import TOKENIZER, completion
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.protocols import Generate
-from areal_jax.records import Completion, OnProgress, Progress, StopReason
+from areal_jax.records import Completion, OnProgress, Progress, RewardResult, StopReason
 from areal_jax.serve.sessions import AgentServer, Session
 from areal_jax.workflows.conversation import Call, make_samples
 
@@ -108,7 +108,7 @@ def test_sessions_train_on_sampled_tokens_in_100_odd_conversations():
         assert [
             (call.prompt.tolist(), call.completion.tokens.tolist()) for call in calls
         ] == odd.sampled
-        samples = make_samples(calls, [1.0] * len(calls), "correct")
+        samples = make_samples(calls, [1.0] * len(calls), RewardResult("correct"))
         # A conversation is one sample, for each of its calls resumes from the tokens of the last.
         assert len(samples) == 100
         trained = [
@@ -119,7 +119,7 @@ def test_sessions_train_on_sampled_tokens_in_100_odd_conversations():
             each for sample in samples for each in sample.behave_logp[sample.loss_mask].tolist()
         ]
         assert logp == [-0.5] * len(trained)
-        alone = make_samples(calls, [1.0] * len(calls), "correct", export="per_call")
+        alone = make_samples(calls, [1.0] * len(calls), RewardResult("correct"), export="per_call")
         assert [
             token for sample in alone for token in sample.tokens[sample.loss_mask].tolist()
         ] == trained
@@ -193,7 +193,7 @@ def test_continued_choice_is_found_among_several():
         calls = [Call(prompt, sampled) for prompt, sampled in session.calls()]
         assert len(calls) == 4
         assert calls[3].follows(calls[2]) and not calls[3].follows(calls[1])
-        assert len(make_samples(calls, [0.0] * 4, "wrong")) == 3
+        assert len(make_samples(calls, [0.0] * 4, RewardResult("wrong"))) == 3
 
     in_session(Odd(3), converse)
 

@@ -14,7 +14,7 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params, Policy
-from areal_jax.records import NO_VERSION, Completion, Message, Sample, StopReason
+from areal_jax.records import NO_VERSION, Completion, Message, RewardResult, Sample, StopReason
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
 from areal_jax.workflows.conversation import Call, Export, build_next_prompt, make_samples
@@ -60,7 +60,7 @@ def test_trained_tokens_are_the_sampled_tokens(export: Export) -> None:
     changed_by_text = 0
     for seed in range(100):
         calls = conversation(np.random.default_rng(seed))
-        samples = make_samples(calls, [1.0] * len(calls), "correct", export=export)
+        samples = make_samples(calls, [1.0] * len(calls), RewardResult("correct"), export=export)
         assert len(samples) == (1 if export == "concatenated" else len(calls))
         for name, of_call in (
             ("tokens", "tokens"),
@@ -87,7 +87,7 @@ def test_trained_tokens_are_the_sampled_tokens(export: Export) -> None:
 def test_every_call_is_trained_on_with_its_own_prompt_as_prefix() -> None:
     for seed in range(100):
         calls = conversation(np.random.default_rng(seed))
-        (sample,) = make_samples(calls, [1.0] * len(calls), "correct")
+        (sample,) = make_samples(calls, [1.0] * len(calls), RewardResult("correct"))
         for call in calls:
             assert np.array_equal(sample.tokens[: len(call.tokens)], call.tokens)
 
@@ -109,7 +109,9 @@ def test_tokens_between_turns_are_those_of_the_chat_template() -> None:
         EMBEDDED, Call(ended.prompt, answer([], "length")), [Message("user", "Sure?")]
     )
     assert nothing[: len(ended.prompt) + 1].tolist() == [*ended.prompt.tolist(), STOP]
-    (sample,) = make_samples([cut, Call(whole, answer([5], "length"))], [0.0, 1.0], "correct")
+    (sample,) = make_samples(
+        [cut, Call(whole, answer([5], "length"))], [0.0, 1.0], RewardResult("correct")
+    )
     assert sample.tokens[sample.loss_mask].tolist() == [*answer_tokens.tolist(), 5]
 
 
@@ -129,13 +131,13 @@ def test_experts_are_those_of_the_call_that_first_fed_a_token() -> None:
         return Call(np.array(prompt, np.int32), completion)
 
     calls = [call([3, 4], [5, STOP], 1), call([3, 4, 5, STOP, 6], [7, 8], 2)]
-    (sample,) = make_samples(calls, [0.0, 1.0], "correct")
+    (sample,) = make_samples(calls, [0.0, 1.0], RewardResult("correct"))
     # The first call feeds three tokens; the second one also its last token, the next prompt's, and
     # the first one that it samples. No call feeds the last token.
     assert sample.experts is not None and sample.experts.shape == (7, 2, 1)
     assert sample.experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2, 255]
     without = [calls[0], Call(calls[1].prompt, answer([7, 8], "stop"))]
-    assert make_samples(without, [0.0, 1.0], "correct")[0].experts is None
+    assert make_samples(without, [0.0, 1.0], RewardResult("correct"))[0].experts is None
 
 
 def test_calls_that_extend_no_other_are_separate_samples() -> None:
@@ -148,7 +150,9 @@ def test_calls_that_extend_no_other_are_separate_samples() -> None:
     # Its prompt holds another answer than the previous call sampled, so it extends no call.
     rewritten = Call(np.array([3, 10, 6, STOP, 12], np.int32), answer([13, STOP], "stop"))
     samples = make_samples(
-        [first, second, branch, other, rewritten], [0.1, 0.2, 0.3, 0.4, 0.5], "correct"
+        [first, second, branch, other, rewritten],
+        [0.1, 0.2, 0.3, 0.4, 0.5],
+        RewardResult("correct"),
     )
     trained = [sample.tokens[sample.loss_mask].tolist() for sample in samples]
     assert trained == [[5, STOP, 7], [9, STOP], [11, STOP], [13, STOP]]
@@ -156,7 +160,10 @@ def test_calls_that_extend_no_other_are_separate_samples() -> None:
     assert [sample.stop_reason for sample in samples] == ["length", "stop", "stop", "stop"]
     # One call each: the reward of each, its own prompt for context.
     alone = make_samples(
-        [first, second, branch, other], [0.1, 0.2, 0.3, 0.4], "correct", export="per_call"
+        [first, second, branch, other],
+        [0.1, 0.2, 0.3, 0.4],
+        RewardResult("correct"),
+        export="per_call",
     )
     assert [sample.reward for sample in alone] == [0.1, 0.2, 0.3, 0.4]
     assert [sample.tokens[sample.loss_mask].tolist() for sample in alone] == [
@@ -225,7 +232,9 @@ def test_both_exports_give_the_same_policy_gradient() -> None:
         samples = [
             sample
             for calls, reward in zip(conversations, rewards, strict=True)
-            for sample in make_samples(calls, [reward] * len(calls), "correct", export=export)
+            for sample in make_samples(
+                calls, [reward] * len(calls), RewardResult("correct"), export=export
+            )
         ]
         of_export[export] = (len(samples), gradient(params, *rows(samples)))
     (few, concatenated), (many, per_call) = of_export["concatenated"], of_export["per_call"]
