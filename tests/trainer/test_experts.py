@@ -41,16 +41,47 @@ POLICY = Policy(
     )
 )
 
+LATENT = Policy(
+    ModelConfig.from_hf(
+        {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "vocab_size": 32,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "q_lora_rank": 6,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 2,
+            "v_head_dim": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        source="a test",
+    )
+)
+
 
 @cache
 def trained(
-    rows_per_shard: int, coefficient: float | None = None, *, remat: Remat = "none", **mesh: int
+    rows_per_shard: int,
+    coefficient: float | None = None,
+    *,
+    policy: Policy = POLICY,
+    remat: Remat = "none",
+    **mesh: int,
 ) -> tuple[Mapping[str, float | tuple[float, float]], Params]:
     """Metrics and parameters after two updates."""
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5,
-        POLICY.abstract(),
+        policy.abstract(),
     )
     examples = [
         SupervisedExample(rng.integers(0, 32, n).astype(np.int32), np.arange(n) >= 2)
@@ -66,7 +97,7 @@ def trained(
         router_aux_loss_coef=coefficient,
     )
     model = TrainableModel(
-        policy=POLICY,
+        policy=policy,
         params=params,
         mesh=train_mesh(**mesh),
         compute_dtype=jnp.float32,
@@ -75,6 +106,15 @@ def trained(
     trainer = SupervisedTrainer(config, model, num_updates=10)
     trainer.step(examples[:10])
     return trainer.step(examples[10:]).metrics, jax.device_get(trainer.params)
+
+
+@pytest.mark.slow
+def test_latent_attention_on_eight_devices_trains_as_on_one() -> None:
+    alone, params = trained(8, policy=LATENT)
+    spread, same = trained(2, policy=LATENT, remat="dots", devices=8, fsdp=2, expert=2, tensor=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), same, params)
+    for name in ("loss", "grad_norm", "router_busiest_expert"):
+        np.testing.assert_allclose(alone[name], spread[name], rtol=1e-5)
 
 
 @pytest.mark.slow
