@@ -15,12 +15,13 @@ from rich.table import Table
 
 from areal_jax.cli.arguments import fail
 from areal_jax.cluster.environment import COMPILE_ONLY, prepare, set_variables
-from areal_jax.config.experiment import AnyExperiment
+from areal_jax.config.experiment import AnyExperiment, Experiment
 from areal_jax.errors import config_errors
 from areal_jax.metrics.progress import ProgressDisplay, format_duration
 from areal_jax.parallel.config import PlacementConfig
 
 if TYPE_CHECKING:
+    from areal_jax.models.architecture import ModelConfig
     from areal_jax.run.compile_report import CompileReport, ProgramReport
 
 _GIB = 2**30
@@ -30,6 +31,7 @@ def compile_for(
     experiment: AnyExperiment,
     topology: str,
     *,
+    model: ModelConfig | None = None,
     compiles_all: bool = False,
     executables: Path | None = None,
 ) -> int:
@@ -38,6 +40,8 @@ def compile_for(
     Args:
         experiment: settings of the run.
         topology: see `topologies.compile_only_devices`.
+        model: shape of the policy, of a plan without weights, data and tokenizer; None: what the
+            experiment names.
         compiles_all: every program of the engine, not only the largest of each kind.
         executables: folder to save the compiled programs in.
 
@@ -55,13 +59,17 @@ def compile_for(
     from areal_jax.parallel.executables import ExecutableFolder
     from areal_jax.parallel.topologies import compile_only_devices
     from areal_jax.run.compile_report import compile_run
-    from areal_jax.run.make_plan import make_plan
+    from areal_jax.run.make_plan import make_plan, make_shape_plan
 
     with config_errors("--compile-for"):
         devices = compile_only_devices(topology)
     placement = chz.replace(experiment.placement, simulated_devices=None)
     compiler = compile_lowered if executables is None else ExecutableFolder(executables)
-    plan = make_plan(chz.replace(experiment, placement=placement), devices, compiler)
+    experiment = chz.replace(experiment, placement=placement)
+    if model is None or not isinstance(experiment, Experiment):
+        plan = make_plan(experiment, devices, compiler)
+    else:
+        plan = make_shape_plan(experiment, model, devices, compiler)
     console = Console(highlight=False)
     start_s = time.monotonic()
     progress = ProgressDisplay(f"compiling {experiment.name} for {topology}: {plan.devices}", 0)

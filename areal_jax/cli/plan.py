@@ -8,16 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_jax.cli.arguments import answer, config_parser, fail
+from areal_jax.cli.compile_table import compile_for
 from areal_jax.cli.settings_help import wrap_names
+from areal_jax.config.experiment import Experiment
 from areal_jax.config.overrides import assign, build, from_text, parse_overrides, settings
+from areal_jax.engine.config import EngineConfig
 from areal_jax.errors import ConfigError
 from areal_jax.json_files import read_json
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config_keys import SETTING
 from areal_jax.models.known import KNOWN, known_shape
+from areal_jax.parallel.config import PlacementConfig
 from areal_jax.sim.config import ClusterQuestion
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.planner import ClusterPlan, plan_cluster
+from areal_jax.trainer.config import TrainerConfig
 
 USAGE = f"""\
 usage: areal-plan model=NAME devices=N context=TOKENS [a=b ...]
@@ -29,6 +34,8 @@ device and no weights are needed.
   model=NAME            a folder with a config.json, or one of
                         {wrap_names(KNOWN)}
   device=NAME           {", ".join(DEVICES)}
+  --compile-for=SLICE   instead compile the programs for a TPU slice that is not there, such as
+                        v5p:8x8x8, and print memory and bounds; --compile-all: all programs
 """
 
 
@@ -36,15 +43,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Returns:
-        Exit status: 0, or 2 for invalid input, with one message on stderr.
+        Exit status: 0; 1 where a compiled program does not fit; 2 for invalid input, with one
+        message on stderr.
     """
+    parser = config_parser(ClusterQuestion)
+    parser.add_argument("--compile-for", metavar="SLICE")
+    parser.add_argument("--compile-all", action="store_true")
     try:
-        command = config_parser(ClusterQuestion).parse(argv)
+        command = parser.parse(argv)
         if answer(command, USAGE, ClusterQuestion):
             return 0
         given = parse_overrides(command.overrides)
         question = build(ClusterQuestion, assign(given, settings(ClusterQuestion), from_text))
-        found = plan_cluster(question, find_model(question.model, question.ignore_config_keys))
+        model = find_model(question.model, question.ignore_config_keys)
+        if command.compile_for:
+            experiment = experiment_of(question)
+            return compile_for(
+                experiment, command.compile_for, model=model, compiles_all=command.compile_all
+            )
+        found = plan_cluster(question, model)
     except ConfigError as error:
         return fail(f"{error}", 2)
     print(found.text())
@@ -52,6 +69,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         plot(found, Path(question.figure))
         print(f"{'figure':<12}  {question.figure}")
     return 0
+
+
+def experiment_of(question: ClusterQuestion) -> Experiment:
+    """The settings on which the programs of a run on a cluster depend: rows of the maximum length,
+    one for each micro-batch, and half of the devices to decode where their number is not given.
+    """
+    rollout = question.rollout_devices or question.devices // 2
+    shards = question.devices_per_engine or 1
+    return Experiment(
+        name=question.model,
+        num_steps=question.steps,
+        engine=EngineConfig(
+            num_slots=question.slots * max(1, rollout // shards),
+            max_prompt_tokens=question.prompt_tokens,
+            max_new_tokens=question.context - question.prompt_tokens,
+            on_update=question.on_update,
+        ),
+        trainer=TrainerConfig(rows_per_micro_batch=1),
+        placement=PlacementConfig(
+            train_devices=question.devices - rollout, rollout_devices=rollout, rollout_tensor=shards
+        ),
+    )
 
 
 def find_model(name: str, ignored_keys: Sequence[str] = ()) -> ModelConfig:

@@ -24,6 +24,18 @@ def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compi
     return lowered.compile()
 
 
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Return the most memory that a program uses on each device, with arguments and results.
+
+    XLA's own figure. The sum of the sizes of arguments, results and temporary memory is no
+    substitute: on TPUs it was up to a quarter above what XLA's allocation of buffers takes. Gaps
+    between buffers are not counted, about 2 %.
+    """
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return memory.peak_memory_in_bytes
+
+
 def compile_programs(programs: Sequence[Program], on_program: OnProgram | None) -> None:
     """Compile programs in order."""
     for number, (name, compile_it) in enumerate(programs, 1):

@@ -24,6 +24,12 @@ def compile_only_devices(topology: str) -> list[jax.Device]:
     Raises:
         ValueError: There is no such slice, or libtpu, which has the compiler, is not installed.
     """
+    if re.fullmatch(r"(?:\d+x)?(?:a100|h100|h200|b200):\d+", topology):
+        raise ValueError(
+            f"expected a TPU slice such as v5e:4x4, found the GPUs {topology}: compiling for GPUs "
+            "that are not there is not supported; pip install 'areal-jax[gpu]' on a machine with "
+            "one, where benchmarks/on_hardware.sh compiles, runs and measures"
+        )
     if not (found := _FORM.fullmatch(topology)):
         raise ValueError(
             f"expected a TPU slice such as v5e:4x4, v6e:4x4, v5p:4x4x8 or 2xv5p:4x4x4, found "

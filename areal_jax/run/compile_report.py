@@ -20,7 +20,7 @@ from areal_jax.engine.decode import DecodeEngine
 from areal_jax.errors import config_errors
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.parallel import hlo
-from areal_jax.parallel.compilation import OnProgram, Program
+from areal_jax.parallel.compilation import OnProgram, Program, peak_bytes
 from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.parallel.topologies import on_own_slice
 from areal_jax.run.plan import Plan
@@ -342,17 +342,13 @@ def _compile(job: _Job, device: Device) -> ProgramReport:
             too_large=f"{sizes[0]} of {sizes[1]} by XLA" if len(sizes) > 1 else "by XLA",
         )
     compile_s = time.perf_counter() - start_s
-    memory, program = compiled.memory_analysis(), hlo.Program(compiled.as_text() or "")
-    assert memory is not None
+    program = hlo.Program(compiled.as_text() or "")
     work = program.work(dynamic_trips=job.decode_steps or None)
     return ProgramReport(
         name=name,
         compile_s=compile_s,
         device=device,
-        peak_bytes=memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes,
+        peak_bytes=peak_bytes(compiled),
         beside_bytes=job.beside_bytes,
         flops=work.flops,
         num_bytes=work.num_bytes,

@@ -16,13 +16,14 @@ from jax.sharding import Mesh
 from areal_jax.config.checks import require_objects
 from areal_jax.config.experiment import AnyExperiment, Experiment, PreferenceExperiment
 from areal_jax.data.examples import ExampleSet
-from areal_jax.data.policy_files import resolve_policy_folder
+from areal_jax.data.policy_files import EMBEDDED, resolve_policy_folder
 from areal_jax.data.preferences import load_pairs
 from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import TaskSet, load_tasks
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.errors import ConfigError, config_errors
-from areal_jax.models.architecture import Readout
+from areal_jax.models.architecture import ModelConfig, Readout
+from areal_jax.models.decoder import Policy
 from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import (
@@ -94,6 +95,58 @@ def make_plan(
     if problems := list(find_mismatches(plan)):
         raise ConfigError("\n".join(problems))
     return plan
+
+
+def make_shape_plan(
+    experiment: Experiment,
+    model: ModelConfig,
+    devices: Sequence[jax.Device],
+    compiler: Compiler = compile_lowered,
+) -> Plan:
+    """Make a plan to compile, without weights, tasks and a tokenizer of its own.
+
+    No program depends on the tokenizer, for which that of the embedded policy stands.
+
+    Args:
+        experiment: settings of the run.
+        model: shape of the policy.
+        devices: devices to cut the meshes from.
+        compiler: compiles the programs.
+
+    Raises:
+        ConfigError: the shape does not fit the settings or the devices.
+    """
+    row_tokens = experiment.trainer.row_tokens or experiment.engine.max_tokens
+    with config_errors():
+        meshes, policy = _make_meshes(experiment, devices), Policy(model)
+        check_row_shards(policy, meshes.train, row_tokens)
+        training = TrainingPlan(
+            experiment=experiment,
+            policy_folder=EMBEDDED,
+            policy=policy,
+            frozen_models=(),
+            image_reader=None,
+            tokenizer=load_tokenizer(EMBEDDED, None),
+            compute_dtype=compute_dtype(experiment.policy.compute_dtype, meshes.train),
+            train_mesh=meshes.train,
+            row_tokens=row_tokens,
+            critic=None,
+            critic_folder=None,
+            compiler=compiler,
+        )
+        engines = _make_engines(experiment, meshes, training)
+    no_tasks, no_examples = TaskSet((), {}), ExampleSet((), {})
+    return Plan(
+        **{each.name: getattr(training, each.name) for each in fields(training)},
+        tasks=no_tasks,
+        examples=no_examples,
+        eval_examples=no_examples,
+        eval_tasks=no_tasks,
+        prompts=(),
+        warnings=(),
+        rollout_mesh=meshes.rollout,
+        engines=engines,
+    )
 
 
 def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 KV_TOKENS = 400_000_000
 """More than fits a slice."""
@@ -31,3 +33,31 @@ def test_compile_for_prints_programs_and_refuses_what_does_not_fit() -> None:
     assert "of 15.75G by XLA" in line
     assert "lower engine.num_slots, engine.max_new_tokens or engine.kv_tokens" in line
     assert "programs do not fit" in done.stderr
+
+
+def test_plan_compiles_a_shape_without_weights_and_tokenizer(tmp_path: Path) -> None:
+    shape = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1024,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    command = [f"model={tmp_path}", "devices=4", "context=512", "prompt_tokens=128", "slots=8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "areal_jax.plan", *command, "--compile-for=v5e:2x2"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"trainer accumulate +0:\d\d +0\.\d\d +0\.\d\d +14\.90", done.stdout)
+    assert re.search(r"engine generate \d+ 0 +0:\d\d", done.stdout)
+    # Half of the devices train.
+    assert "train mesh: data 1 x fsdp 2" in done.stdout
+    assert "each of 1 engines: data 2 x tensor 1" in done.stdout
