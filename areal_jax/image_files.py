@@ -18,6 +18,9 @@ ImageFile: TypeAlias = bytes
 MAX_PIXELS = 64 * 2**20
 """Largest image that is decoded; a small file may contain a larger one."""
 
+THUMBNAIL_PIXELS = 256
+"""Longer side of an image on a page."""
+
 
 def read_image(source: object, folder: Path | None = None) -> ImageFile:
     """Return the content of an image file.
@@ -66,6 +69,19 @@ def decode_image(file: ImageFile) -> Image.Image:
             return ImageOps.exif_transpose(image)
     except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"expected an image, found {len(file)} bytes: {error}") from error
+
+
+def thumbnail_uri(file: ImageFile) -> str:
+    """Return a small JPEG of an image as a data URI, for pages.
+
+    Raises:
+        ValueError: the image cannot be decoded.
+    """
+    image = decode_image(file).convert("RGB")
+    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
+    content = io.BytesIO()
+    image.save(content, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
 def _from_data_uri(uri: str) -> ImageFile:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from areal_jax.image_files import MAX_PIXELS, decode_image, read_image
+from areal_jax.image_files import MAX_PIXELS, decode_image, read_image, thumbnail_uri
 
 
 def _gray(height: int, width: int) -> Image.Image:
@@ -61,3 +61,10 @@ def test_the_orientation_of_a_photo_is_applied() -> None:
     buffer = io.BytesIO()
     image.save(buffer, "PNG", exif=exif)
     assert decode_image(buffer.getvalue()).size == (20, 30)
+
+
+def test_a_thumbnail_keeps_the_ratio_and_is_read_back() -> None:
+    buffer = io.BytesIO()
+    _gray(200, 1024).save(buffer, "PNG")
+    # 1024 / 256 = 4, and 200 / 4 = 50.
+    assert decode_image(read_image(thumbnail_uri(buffer.getvalue()))).size == (256, 50)

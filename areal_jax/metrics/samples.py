@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
+from areal_jax.image_files import ImageFile, thumbnail_uri
 from areal_jax.metrics.jsonl import JsonLines
 
 MAX_WAITING_BATCHES = 8
@@ -48,6 +49,8 @@ class TrainedSample:
     """Reference answer of the task; empty if it has none."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
+    images: tuple[ImageFile, ...] = ()
+    """Images of the prompt, of the first sample of a group."""
 
 
 class SampleWriter:
@@ -193,6 +196,7 @@ def row(sample: TrainedSample, version: int, texts: TokenTexts | None) -> dict[s
     `staleness` counts the sampled tokens by staleness, from 0. `stale` lists the positions of stale
     tokens. `text`, with `texts`, is a list of [version, is stale, text of consecutive tokens that
     share both], and `chars_per_token` the number of its characters that each token stands for.
+    `images`, if there are some, are small copies as data URIs.
     """
     staleness = np.maximum(version - sample.versions[sample.loss_mask], 0)
     facts: dict[str, object] = {
@@ -217,6 +221,8 @@ def row(sample: TrainedSample, version: int, texts: TokenTexts | None) -> dict[s
     }
     if sample.components:
         facts["components"] = dict(sample.components)
+    if sample.images:
+        facts["images"] = [thumbnail_uri(image) for image in sample.images]
     if texts is None:
         return facts
     spans = list(_spans(sample, texts))

@@ -192,6 +192,7 @@ def compact_group(rows: Sequence[Mapping[str, Any]], max_tokens: int | None) -> 
         "task": first["task"],
         "expected": first["expected"],
         "prompt": _prompt(first)[0],
+        "images": first.get("images", []),
         "samples": samples,
     }
 

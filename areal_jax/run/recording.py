@@ -121,6 +121,7 @@ class Recording:
                     grade=sample.grade,
                     stop_reason=sample.stop_reason,
                     expected=group.task.answer,
+                    images=() if number else group.task.images,
                 )
                 for group, stale_of_group in zip(groups, stale, strict=True)
                 for number, (sample, stale_tokens) in enumerate(

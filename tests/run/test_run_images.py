@@ -21,8 +21,10 @@ from areal_jax.config.experiment import Experiment
 from areal_jax.data.config import Files
 from areal_jax.engine.config import EngineConfig
 from areal_jax.errors import ConfigError
+from areal_jax.image_files import decode_image, read_image
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config, save
+from areal_jax.reports.sample_index import compact_group
 from areal_jax.run.serving import engine_backend
 from areal_jax.serve.bodies import Chat, read_chat
 from areal_jax.serve.config import ServeConfig
@@ -113,7 +115,9 @@ def test_the_server_answers_about_images(experiment: Experiment) -> None:
     save(folder, policy, policy.init(jax.random.key(0)), folder)
     config = ServeConfig(
         model=str(folder),
-        engine=EngineConfig(num_slots=2, max_prompt_tokens=80, max_new_tokens=8),
+        engine=EngineConfig(
+            num_slots=1, max_prompt_tokens=40, max_new_tokens=4, steps_per_dispatch=4
+        ),
         devices=1,
     )
     vision = policy.config.vision
@@ -156,3 +160,8 @@ def test_engine_and_trainer_see_the_same_images(experiment: Experiment, tmp_path
     # Log-probs of the engine and of the trainer differ by rounding alone.
     assert all(step["trainer/log_ratio_rms"] < 1e-4 for step in steps)
     assert all(step["trainer/grad_norm"] > 0 for step in steps)
+    samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, samples) if row["group"] == 0]
+    shown = compact_group(rows, None)["images"]
+    assert [decode_image(read_image(uri)).size for uri in shown] == [(30, 20)]
+    assert not any("images" in row for row in rows[1:])

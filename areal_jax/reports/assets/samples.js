@@ -134,7 +134,8 @@ const browser = {
     byId("samples-body").replaceChildren(
       element("p", {}, element("b", {textContent: `Task ${group.task}`}), ` trained at step ${group.version}, group ${group.group}, mean reward ${
         number(mean)}, expected answer: `, element("code", {className: "expected", textContent: group.expected || "none"})),
-      element("pre", {className: "prompt given", tabIndex: 0, textContent: group.prompt}), this.keys(group),
+      element("pre", {className: "prompt given", tabIndex: 0, textContent: group.prompt}),
+      ...group.images.map((src, place) => element("img", {className: "given", src, alt: `Image ${place + 1} of the prompt`})), this.keys(group),
       element("div", {className: "group", tabIndex: 0}, ...group.samples.map((sample) => this.sample(sample))));
   },
 
