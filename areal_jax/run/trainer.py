@@ -58,6 +58,7 @@ def rl_trainer(plan: TrainingPlan, params: Params, base: Params | None) -> Train
             max_staleness=exp.rollout.max_staleness,
             max_new_tokens=exp.engine.max_new_tokens,
             max_staleness_by_kind=exp.rollout.staleness_of_kind(),
+            num_frozen_steps=exp.trainer.num_critic_steps(),
         ),
         policy=learner,
         critic=None if critic is None else critic_learner(exp.trainer, critic, num_updates),

@@ -8,17 +8,22 @@ import numpy as np
 
 from areal_jax.metrics.meters import Mean
 from areal_jax.records import Sample
-from areal_jax.trainer.pipeline import RolloutBatch, TokenValues
+from areal_jax.trainer.pipeline import RolloutBatch, SampleLimits, TokenValues
 
 
-def describe_batch(batch: RolloutBatch, advantages: TokenValues) -> dict[str, float | Mean]:
+def describe_batch(
+    batch: RolloutBatch, advantages: TokenValues, limits: SampleLimits
+) -> dict[str, float | Mean]:
     """Return metrics of rewards, advantages, answers and staleness."""
     samples = [sample for group in batch.groups for sample in group.samples]
     masks = list(chain(*batch.trained))
     num_trained = np.array([mask.sum() for mask in masks])
     num_sampled = np.array([sample.loss_mask.sum() for sample in samples])
-    ages = batch.version - np.concatenate(
-        [sample.versions[mask] for sample, mask in zip(samples, masks, strict=True)]
+    ages = limits.staleness(
+        batch.version,
+        np.concatenate(
+            [sample.versions[mask] for sample, mask in zip(samples, masks, strict=True)]
+        ),
     )
     per_token = np.concatenate(
         [values[mask] for values, mask in zip(chain(*advantages), masks, strict=True)],

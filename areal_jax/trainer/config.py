@@ -9,6 +9,7 @@ import chz
 from areal_jax.bounds import FRACTION, NOT_NEGATIVE, POSITIVE
 from areal_jax.models.config import Remat
 from areal_jax.rl.config import (
+    GAE,
     Advantages,
     DecoupledPPO,
     GroupNormalized,
@@ -179,3 +180,7 @@ class TrainerConfig:
         "all but products with weights "
         "and attention, attention: all but attention, full: everything",
     )
+
+    def num_critic_steps(self) -> int:
+        """Return the number of first steps in which only the critic learns."""
+        return self.critic.warmup_steps if isinstance(self.advantages, GAE) else 0

@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float
 
 from areal_jax.metrics.meters import Mean
 from areal_jax.rl.config import (
-    GAE,
     M2PO,
     BehaveLoss,
     CrossTokenizer,
@@ -60,12 +59,11 @@ def policy_learner(
             schedule spans those after the critic's warm-up.
         vocabulary: The teacher's, with distillation=CrossTokenizer.
     """
-    warmup = config.critic.warmup_steps if isinstance(config.advantages, GAE) else 0
     return Learner(
         config,
         model,
         policy_objective(config, vocabulary),
-        max(0, num_updates - warmup * config.num_mini_batches),
+        max(0, num_updates - config.num_critic_steps() * config.num_mini_batches),
     )
 
 

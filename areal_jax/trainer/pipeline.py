@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-from jaxtyping import Bool, Float, Float32, Shaped
+from jaxtyping import Bool, Float, Float32, Int32, Shaped
 
 from areal_jax.data.packing import Layout, TrainingSequence
 from areal_jax.errors import CorruptedState
@@ -69,11 +69,19 @@ class SampleLimits:
         max_staleness: Trainer steps by which a token in the loss may lag behind; None: any number.
         max_new_tokens: The engine's limit to an answer, in tokens.
         max_staleness_by_kind: `max_staleness` of the task kinds that have their own.
+        num_frozen_steps: First trainer steps that leave the policy as it is (critic warm-up): their
+            versions are one policy, and staleness does not count them.
     """
 
     max_staleness: int | None
     max_new_tokens: int
     max_staleness_by_kind: Mapping[str, int | None] = field(default_factory=dict)
+    num_frozen_steps: int = 0
+
+    def staleness(self, version: int, versions: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"]:
+        """Return the policy's steps between the versions that sampled tokens and this one."""
+        frozen = self.num_frozen_steps
+        return max(version, frozen) - (np.maximum(versions, frozen) if frozen else versions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +227,7 @@ def select_tokens(groups: Sequence[Group], version: int, limits: SampleLimits) -
         bound = limits.max_staleness_by_kind.get(kind, limits.max_staleness)
         if bound is None:
             return np.zeros(sample.loss_mask.shape, bool)
-        return sample.loss_mask & (version - sample.versions > bound)
+        return sample.loss_mask & (limits.staleness(version, sample.versions) > bound)
 
     masks = [[stale(sample, group.task.kind) for sample in group.samples] for group in groups]
     trained = [
@@ -246,7 +254,7 @@ def pack_rollouts(
         for (i, j), mask in zip(places, masks, strict=True):
             sample = batch.groups[i].samples[j]
             end = len(mask) - int(sample.loss_mask[::-1].argmax())
-            age = batch.version - sample.versions[:end]
+            age = limits.staleness(batch.version, sample.versions[:end])
             experts = None if sample.experts is None else sample.experts[:end]
             columns = sample.tokens[:end], mask[:end], sample.behave_logp[:end], age, experts
             images = learner.read_images(batch.groups[i].task.images, sample.tokens[:end])

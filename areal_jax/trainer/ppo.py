@@ -138,7 +138,7 @@ class Trainer(Versions):
         with timer.phase("packing"):
             estimate = estimate_advantages(batch, self.config, self.limits, contributions)
             updates = self._updates(packed, estimate, contributions)
-            meters.update(describe_batch(batch, estimate.advantages))
+            meters.update(describe_batch(batch, estimate.advantages, self.limits))
             if estimate.value_targets is not None:
                 meters.update(describe_values(estimate.trajectories, estimate.value_targets))
         with timer.phase("update"):

@@ -24,6 +24,7 @@ from tiny_training import (
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.records import Sample
 from areal_jax.rl.config import GAE, KLInReward, Reference, Teacher
+from areal_jax.trainer.batch_metrics import describe_batch
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import Forward
 from areal_jax.trainer.frozen import FrozenPolicy
@@ -116,6 +117,20 @@ def test_token_rewards_of_stages_add_up() -> None:
             # The reward to go: 0.75 for every sampled token from this one on.
             to_go = 0.75 * np.cumsum(sample.loss_mask[::-1])[::-1]
             np.testing.assert_allclose(more, values + to_go, rtol=1e-5)
+
+
+def test_staleness_counts_steps_of_the_policy_only() -> None:
+    # The critic learns alone in 3 steps: versions 0 to 3 are one policy.
+    limits = SampleLimits(max_staleness=2, max_new_tokens=20, num_frozen_steps=3)
+    versions = np.arange(6, dtype=np.int32)
+    assert limits.staleness(2, versions[:3]).tolist() == [0, 0, 0]
+    assert limits.staleness(5, versions).tolist() == [2, 2, 2, 2, 1, 0]
+    groups = batch(version=0)
+    for version, is_trained in ((3, True), (5, True), (6, False)):
+        chosen = select_tokens(groups, version, limits)
+        assert all(mask.any() == is_trained for masks in chosen.trained for mask in masks)
+        described = describe_batch(chosen, chosen.map_samples(lambda s: s.behave_logp), limits)
+        assert described["staleness_max"] == (version - 3 if is_trained else 0)
 
 
 def test_mini_batches_share_groups_evenly_and_skip_stale_samples(trainer: Trainer) -> None:
