@@ -279,11 +279,13 @@ def _component_normalized(
 ) -> list[Float64[np.ndarray, "_"]]:
     """z = sum_k weight_k (r_k - group mean) / (group std + eps), then (z - mean) / (std + eps) over
     the batch (GDPO, arXiv:2601.05242).
+
+    A sample without components, whose text is not in `rewards.form`, has the lowest of its group.
     """
     trajectories = list(chain.from_iterable(groups))
     names = sorted(set[str]().union(*(each.components for each in trajectories)))
     for each in trajectories:
-        if not names or each.components.keys() != set(names):
+        if not names or (each.components and each.components.keys() != set(names)):
             raise ValueError(
                 "trainer.advantages=GDPO expects the same named components in every reward, found "
                 f"{', '.join(each.components) or 'none'}, and {', '.join(names) or 'none'} in the "
@@ -298,8 +300,7 @@ def _component_normalized(
     sums = [
         np.sum(
             [
-                weights.get(name, 1.0)
-                * _normalized(np.array([each.components[name] for each in group]), config.eps)
+                weights.get(name, 1.0) * _normalized(_components(group, name), config.eps)
                 for name in names
             ],
             axis=0,
@@ -311,9 +312,15 @@ def _component_normalized(
     if config.over == "tokens":
         counts = np.array([each.loss_mask.sum() for each in trajectories], np.float64)
     total = max(counts.sum(), 1.0)
-    mean = (counts * flat).sum() / total
+    # The mean of every group is 0: rounding must not give advantages to groups without signal.
+    mean = (counts * flat).sum() / total if config.over == "tokens" else 0.0
     std = np.sqrt((counts * (flat - mean) ** 2).sum() / max(total - 1.0, 1.0))
     return [(of_group - mean) / (std + config.eps) for of_group in sums]
+
+
+def _components(group: Sequence[Trajectory], name: str) -> Float64[np.ndarray, "G"]:
+    lowest = min((each.components[name] for each in group if each.components), default=0.0)
+    return np.array([each.components.get(name, lowest) for each in group], np.float64)
 
 
 def _normalized(rewards_G: Float[np.ndarray, "G"], eps: float) -> Float64[np.ndarray, "G"]:

@@ -150,6 +150,26 @@ def test_gdpo_normalizes_components_and_then_their_sum() -> None:
     assert not np.allclose(of_components(weights=()), of_components())
 
 
+def test_gdpo_gives_groups_without_signal_exactly_zero() -> None:
+    def sample(**components: float) -> Trajectory:
+        return trajectory(-5.0, 2)._replace(components=components)
+
+    # The deviations of the first group do not add up to exactly 0 in binary.
+    groups = [
+        [sample(a=0.1 * i, b=0.7**i) for i in range(7)],
+        [sample(a=0.1, b=0.3), sample(a=0.1, b=0.3)],
+        # Texts that are not in rewards.form have no components: the lowest of the group's.
+        [sample(a=0.4, b=0.3), sample()],
+        [sample(a=0.4, b=0.3), sample(), sample(a=0.6, b=0.3)],
+        [sample(), sample()],
+    ]
+    first, *flat, mixed, unread = compute_advantages(GDPO(), groups)
+    assert np.concatenate(first).all()
+    assert not any(values.any() for group in (*flat, unread) for values in group)
+    low, lowest, high = (float(values[0]) for values in mixed)
+    assert low == lowest < 0.0 < high
+
+
 def test_gdpo_needs_the_same_components_in_every_reward() -> None:
     with pytest.raises(ValueError, match=r"the same named components.*found none, and none in"):
         compute(GDPO(), ([1.0, 0.0], [1, 1]))
