@@ -228,6 +228,11 @@ def _named_components(experiment: Experiment) -> Iterator[str]:
             "trainer.advantages=GDPO needs rewards with named components; set rewards.function to "
             "a function that returns a dict of them"
         )
+    if isinstance(experiment.workflow, MultiTurn) and experiment.workflow.turn_discount != 1.0:
+        yield (
+            f"workflow.turn_discount={experiment.workflow.turn_discount} discounts the reward, and "
+            "trainer.advantages=GDPO reads its components; set workflow.turn_discount=1"
+        )
     if experiment.trainer.shaping != Shaping():
         yield (
             "trainer.shaping with trainer.advantages=GDPO, which reads the components of rewards; "

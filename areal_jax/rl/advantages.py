@@ -284,6 +284,9 @@ def _component_normalized(
     """
     trajectories = list(chain.from_iterable(groups))
     names = sorted(set[str]().union(*(each.components for each in trajectories)))
+    if not names and len({each.reward for each in trajectories}) <= 1:
+        # No text is in the form, and nothing can be learned.
+        return [np.zeros(len(group)) for group in groups]
     for each in trajectories:
         if not names or (each.components and each.components.keys() != set(names)):
             raise ValueError(

@@ -383,6 +383,19 @@ def test_wrong_overrides_are_refused_with_a_hint(override: str, said: list[str])
             ["trainer.loss.log_ratio_penalty=0.1", "trainer.loss_mean=tokens"],
         ),
         (["algorithm=maxrl"], ["rewards.wrong=-5.0", "MaxRL", "rewards.wrong=0"]),
+        (["algorithm=gdpo"], ["GDPO", "rewards.function", "a dict"]),
+        (
+            ["algorithm=gdpo", "rewards.function=own.py:reward", "workflow=MultiTurn"],
+            ["workflow.turn_discount=0.9", "GDPO", "workflow.turn_discount=1"],
+        ),
+        (
+            ["trainer.teacher.path=current"],
+            ["trainer.teacher.path=current", "trainer.teacher.hint"],
+        ),
+        (
+            ["trainer.teacher.path=initial", "trainer.teacher.distillation=CrossTokenizer"],
+            ["the policy's own tokenizer", "JensenShannon"],
+        ),
         (
             ["algorithm=maxrl", "rewards.wrong=0", "trainer.shaping.bias=1"],
             ["trainer.shaping", "MaxRL"],

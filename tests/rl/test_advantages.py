@@ -173,6 +173,9 @@ def test_gdpo_gives_groups_without_signal_exactly_zero() -> None:
 def test_gdpo_needs_the_same_components_in_every_reward() -> None:
     with pytest.raises(ValueError, match=r"the same named components.*found none, and none in"):
         compute(GDPO(), ([1.0, 0.0], [1, 1]))
+    # Where no text is in rewards.form, nothing can be learned.
+    (nothing,) = compute(GDPO(), ([-5.0, -5.0], [1, 1]))
+    assert nothing.tolist() == [0.0, 0.0]
     first, second = (trajectory(0.0, 1)._replace(components={name: 1.0}) for name in "ab")
     with pytest.raises(ValueError, match="found a, and a, b in the batch"):
         compute_advantages(GDPO(), [[first, second]])
