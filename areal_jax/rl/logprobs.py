@@ -3,6 +3,8 @@ one.
 
 Axes: B rows, T tokens, C tokens of a chunk or columns of a block, D width, V vocabulary,
 P vocabulary padded to blocks, N blocks.
+
+The file has more than 400 lines because its programs share chunks, shift and gradients.
 """
 
 from __future__ import annotations

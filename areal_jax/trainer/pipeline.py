@@ -2,10 +2,10 @@
 
     select_tokens        groups                                  -> RolloutBatch
     pack_rollouts        RolloutBatch                            -> PackedRollouts
-    stages (stages.py)   PackedRollouts                          -> Contribution, each
-    estimate_advantages  RolloutBatch, Contributions             -> AdvantageEstimate
+    stages (stages.py)   PackedRollouts                          -> StageOutput, each
+    estimate_advantages  RolloutBatch, StageOutputs              -> AdvantageEstimate
     policy_batches,      PackedRollouts, AdvantageEstimate and
-    critic_batches       Contributions                           -> LearnerBatch, each mini-batch
+    critic_batches       StageOutputs                            -> LearnerBatch, each mini-batch
     apply_updates        LearnerBatches (updates.py)             -> metrics
 
 The types fix the order of a step, because each function takes what an earlier one returns. A stage
