@@ -9,7 +9,7 @@ from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Policy
-from areal_jax.rl.config import CrossTokenizer, Reference, Teacher
+from areal_jax.rl.config import CrossTokenizer, Reference, Teacher, TeacherAdvantage
 from areal_jax.run.models import read_model
 from areal_jax.run.plan import FrozenModelSpec
 from areal_jax.trainer.forward import check_row_shards
@@ -32,6 +32,8 @@ def find_frozen_models(
     for name, config in (("reference", reference), ("teacher", trainer.teacher)):
         if config is None:
             continue
+        if isinstance(config, Teacher) and policy.config.vision is not None:
+            _require_plain_reading(config)
         if config.path == "current":
             continue
         if config.path == "initial":
@@ -48,6 +50,16 @@ def find_frozen_models(
             require_host_memory(mesh, f"trainer.{name}.offload")
         specs.append(spec)
     return tuple(specs)
+
+
+def _require_plain_reading(teacher: Teacher) -> None:
+    """Require that a teacher reads samples with images as they are."""
+    if teacher.hint is None and isinstance(teacher.distillation, TeacherAdvantage):
+        return
+    raise ValueError(
+        "trainer.teacher reads no images where it has a hint or its own distillation; with a "
+        "vision-language policy leave out trainer.teacher.hint and trainer.teacher.distillation"
+    )
 
 
 def _find(

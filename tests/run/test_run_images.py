@@ -107,6 +107,12 @@ def test_tasks_with_images_need_room_in_rows(experiment: Experiment, tmp_path: P
         areal_jax.train(without, tmp_path / "run")
 
 
+def test_hints_of_a_teacher_are_refused_with_images(experiment: Experiment, tmp_path: Path) -> None:
+    hinted = experiment.replace("trainer.teacher.path=current", "trainer.teacher.hint=It is even.")
+    with pytest.raises(ConfigError, match=r"trainer\.teacher reads no images where it has a hint"):
+        areal_jax.train(hinted, tmp_path / "run")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_the_server_answers_about_images(experiment: Experiment) -> None:
