@@ -279,6 +279,29 @@ class PPO(BehaveLoss):
 
 
 @chz.chz
+class M2POClip(BehaveLoss):
+    """M2PO as its authors' code has it (arXiv:2510.01161): PPO that does not clip while the mean of
+    log(theta/behave)² over the harmful tokens of a mini-batch, those that have moved in the
+    advantage's direction, is below a bound; beyond, it clips at the largest of their log-ratios
+    that keeps the mean of the clipped ones below it.
+
+    Costs one more forward pass for each update, in which the bound is found.
+    """
+
+    max_second_moment: float = chz.field(
+        validator=POSITIVE,
+        default=0.04,
+        doc="bound on the mean of log(theta/behave)² over the harmful tokens",
+    )
+    clip_min: float = chz.field(
+        validator=FRACTION, default=0.7, doc="theta/behave above which nothing is clipped"
+    )
+    clip_max: float = chz.field(
+        validator=ABOVE_ONE, default=1.5, doc="theta/behave below which nothing is clipped"
+    )
+
+
+@chz.chz
 class GSPO(ProximalLoss):
     """GSPO (arXiv:2507.18071, equation 5): clips the sequence's ratio, the geometric mean of its
     tokens' ratios.

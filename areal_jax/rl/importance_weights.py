@@ -70,6 +70,37 @@ def second_moment_mask(
     return (means <= max_second_moment)[xp.argsort(order)]
 
 
+def second_moment_bound(
+    log_ratio: Float[Array | np.ndarray, "T"],
+    advantages: Float[Array | np.ndarray, "T"],
+    mask: Bool[Array | np.ndarray, "T"],
+    max_second_moment: float,
+) -> Float[Array | np.ndarray, ""]:
+    """Return the bound on |log_ratio| of M2PO's authors (arXiv:2510.01161): inf while the mean
+    square of the harmful tokens is at most `max_second_moment`, else the largest of their absolute
+    values with which it is, if the others are clipped to it; 0 if there is none.
+
+    Pass all tokens of a mini-batch at once.
+
+    Args:
+        log_ratio: log(theta/behave) of every token.
+        advantages: advantage of every token. A token is harmful if its ratio has moved in the
+            advantage's direction.
+        mask: true where the token counts.
+        max_second_moment: bound on the mean square.
+    """
+    xp = log_ratio.__array_namespace__()
+    harmful = mask & (log_ratio * advantages > 0.0)
+    sizes = xp.sort(xp.where(harmful, xp.abs(log_ratio), xp.inf))
+    num, places = xp.sum(harmful), xp.arange(sizes.shape[0])
+    squares = xp.where(places < num, sizes, 0.0) ** 2
+    # Of the k-th smallest: the smaller ones as they are, the larger ones clipped to it.
+    clipped = xp.cumsum(squares) + (num - places - 1) * squares
+    fits = (places < num) & (clipped <= max_second_moment * num)
+    largest = xp.max(xp.where(fits, sizes, 0.0), initial=0.0)
+    return xp.where(xp.sum(squares) <= max_second_moment * num, xp.inf, largest)
+
+
 def behave_weight(
     config: Loss,
     log_weight: Float[Array, "*B T"],

@@ -29,6 +29,7 @@ from areal_jax.rl.config import (
     DecoupledPPO,
     ImportanceWeighting,
     Loss,
+    M2POClip,
     Masked,
     Reinforce,
     Truncated,
@@ -38,6 +39,7 @@ from areal_jax.rl.importance_weights import (
     behave_weight,
     binary_kl,
     rejected_tokens,
+    second_moment_bound,
     sequence_mean,
     sequence_sum,
 )
@@ -108,6 +110,7 @@ def policy_loss(
     mask: Shaped[Array | np.ndarray, "*B T"],
     segment_ids: Int[Array | np.ndarray, "*B T"] | None = None,
     *,
+    clip_bound: Float[Array | np.ndarray, "*B T"] | None = None,
     num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> PolicyLoss:
     """Compute the objective that `config` selects.
@@ -127,6 +130,8 @@ def policy_loss(
         mask: true (or 1) where the token counts.
         segment_ids: sequence of each token in its row, for sequence-level ratios and weights;
             None: each row is one sequence.
+        clip_bound: M2POClip's bound on |log(theta/behave)|, equal for all tokens of a mini-batch;
+            None: that of these tokens.
         num_tokens: N. None: the mask's count; for a micro-batch, the whole mini-batch's count.
 
     Raises:
@@ -158,6 +163,18 @@ def policy_loss(
             gain, extra = _clipped(
                 log_ratio, advantages, config.clip_eps, config.clip_eps_high, config.dual_clip, far
             )
+        case M2POClip():
+            if clip_bound is None:
+                clip_bound = second_moment_bound(
+                    jax.lax.stop_gradient(log_ratio).reshape(-1),
+                    advantages.reshape(-1),
+                    mask.reshape(-1),
+                    config.max_second_moment,
+                )
+            bound = jnp.asarray(clip_bound)
+            lower = jnp.minimum(jnp.exp(-bound), config.clip_min)
+            upper = jnp.maximum(jnp.exp(bound), config.clip_max)
+            gain, extra = _clipped(log_ratio, advantages, 1.0 - lower, upper - 1.0, None)
         case GSPO():
             # The mean includes tokens that their importance weight masks.
             log_ratio = sequence_mean(logp - proximal_logp, mask, segment_ids)
@@ -211,8 +228,8 @@ def policy_loss(
 def _clipped(
     log_ratio: Float[Array, "*B T"],
     advantages: Float[Array, "*B T"],
-    clip_eps: float,
-    clip_eps_high: float | None,
+    clip_eps: float | Array,
+    clip_eps_high: float | Array | None,
     dual_clip: float | None,
     behave_clip: tuple[float, Float[Array, "*B T"]] | None = None,
 ) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:

@@ -27,6 +27,7 @@ from areal_jax.rl.config import (
     KLInReward,
     LeaveOneOut,
     Loss,
+    M2POClip,
     Masked,
     MaxRL,
     Mean,
@@ -131,6 +132,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "sapo": Preset("SAPO, arXiv:2511.20347", loss=SAPO(), loss_mean="sequences"),
     "m2po": Preset("M2PO, arXiv:2510.01161", loss=M2PO()),
+    "m2po_clip": Preset("M2PO as in its authors' code, arXiv:2510.01161", loss=M2POClip()),
     "cispo": Preset("CISPO, arXiv:2506.13585", loss=CISPO()),
     "dppo": Preset("DPPO, arXiv:2602.04879, total variation", loss=DPPO()),
     "dppo_kl": Preset(

@@ -91,8 +91,8 @@ class Critic:
 class TrainerConfig:
     loss: Loss = chz.field(
         default_factory=DecoupledPPO,
-        doc="the objective: DecoupledPPO, PPO, GSPO, GMPO, SAPO, CISPO, M2PO, DPPO, VESPO or "
-        "Reinforce",
+        doc="the objective: DecoupledPPO, PPO, GSPO, GMPO, SAPO, CISPO, M2PO, M2POClip, DPPO, "
+        "VESPO or Reinforce",
     )
     loss_mean: Mean = chz.field(
         default="tokens",

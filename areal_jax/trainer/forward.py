@@ -72,6 +72,8 @@ class DeviceBatch(NamedTuple):
     """Present if the policy reads images."""
     teacher_logp: Float[Array, "B T"] | None = None
     """Present if the objective reads a teacher's log-probs."""
+    clip_bound: Float[Array, "B T"] | None = None
+    """Bound on |log(theta/behave)|, present if the objective has one for each mini-batch."""
     teacher_targets: TeacherTargets | None = None
     """Present if the objective reads a teacher's distributions."""
 

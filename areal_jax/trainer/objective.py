@@ -21,6 +21,7 @@ from areal_jax.rl.config import (
     JensenShannon,
     KLInLoss,
     Loss,
+    M2POClip,
     Proximal,
     ProximalLoss,
     SampledTokens,
@@ -94,6 +95,8 @@ def policy_objective(
 
     if config.positive_nll_coef:
         columns = (*columns, "positive_weights")
+    if isinstance(config.loss, M2POClip):
+        columns = (*columns, "clip_bound")
 
     def loss(
         logp: Array,
@@ -120,6 +123,7 @@ def policy_objective(
             batch.advantages,
             mask,
             batch.segment_ids,
+            clip_bound=batch.clip_bound,
             num_tokens=num_tokens,
         )
         result = result._replace(metrics=result.metrics | metrics)

@@ -17,7 +17,7 @@ from areal_jax.errors import CorruptedState
 from areal_jax.metrics.meters import Mean
 from areal_jax.parallel.sharding import fetch
 from areal_jax.records import Sample
-from areal_jax.rl.config import M2PO, KLInReward
+from areal_jax.rl.config import M2PO, KLInReward, M2POClip
 from areal_jax.rl.kl import kl_estimate, kl_penalty
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.frozen import ReadOnlyPolicy
@@ -77,7 +77,11 @@ def critic_values(packed: PackedRollouts, critic: Learner) -> StageOutput:
 
 
 def reads_proximal(config: TrainerConfig) -> bool:
-    """Whether `proximal_logprobs` ever needs a forward pass of its own."""
+    """Whether a step ever needs a forward pass of its own, for `proximal_logprobs` or for the bound
+    of `M2POClip`.
+    """
+    if isinstance(config.loss, M2POClip):
+        return True
     if proximal_of(config.loss) != "recompute":
         return False
     return config.num_mini_batches > 1 or isinstance(config.loss, M2PO)

@@ -70,7 +70,8 @@ class Learner:
             num_updates: Length of the learning-rate schedule, in updates.
         """
         self.policy, self.mesh, self.compute_dtype = model.policy, model.mesh, model.compute_dtype
-        self.columns, self._image_reader = objective.columns, model.image_reader
+        self.columns, self.loss = objective.columns, config.loss
+        self._image_reader = model.image_reader
         self.forward = Forward(
             config,
             model.policy,

@@ -11,7 +11,10 @@ import numpy as np
 from areal_jax.errors import CorruptedState
 from areal_jax.metrics.meters import Mean, Meters
 from areal_jax.parallel.sharding import fetch
+from areal_jax.rl.config import M2POClip
+from areal_jax.rl.importance_weights import second_moment_bound
 from areal_jax.rl.off_policy import OffPolicyCounts, describe_off_policy
+from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.pipeline import LearnerBatch
 from areal_jax.trainer.step import Learner
 
@@ -49,7 +52,7 @@ def apply_updates(updates: Sequence[Sequence[Update]], version: int) -> dict[str
                 continue
             try:
                 (metrics, counts), digest = update.learner.update(
-                    batch.micro_batches,
+                    _with_clip_bound(update),
                     batch.num_loss_tokens,
                     proximal_is_current=batch.proximal_is_current,
                 )
@@ -67,6 +70,28 @@ def apply_updates(updates: Sequence[Sequence[Update]], version: int) -> dict[str
         else {}
     )
     return meters.metrics() | described
+
+
+def _with_clip_bound(update: Update) -> Sequence[DeviceBatch]:
+    """Return the micro-batches, with the bound of the whole mini-batch if the objective has one."""
+    learner, batches = update.learner, update.batch.micro_batches
+    if "clip_bound" not in learner.columns:
+        return batches
+    assert isinstance(learner.loss, M2POClip)
+    logp = [learner.logprobs(batch) for batch in batches]
+    columns = [
+        (theta, batch.behave_logp, batch.advantages, batch.loss_mask)
+        for theta, batch in zip(logp, batches, strict=True)
+    ]
+    theta, behave, advantages, mask = (np.stack(each) for each in zip(*fetch(columns), strict=True))
+    bound = second_moment_bound(
+        (theta.astype(np.float64) - behave).reshape(-1),
+        advantages.reshape(-1),
+        mask.reshape(-1),
+        learner.loss.max_second_moment,
+    )
+    bounds = learner.put_column(np.full(theta.shape, bound, np.float32))
+    return [batch._replace(clip_bound=each) for batch, each in zip(batches, bounds, strict=True)]
 
 
 def _not_applied(

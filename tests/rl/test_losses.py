@@ -26,6 +26,7 @@ from areal_jax.rl.config import (
     DecoupledPPO,
     ImportanceWeighting,
     Loss,
+    M2POClip,
     Masked,
     Reinforce,
     Rejection,
@@ -33,7 +34,11 @@ from areal_jax.rl.config import (
     Unweighted,
     Weighted,
 )
-from areal_jax.rl.importance_weights import interpolated_proximal, second_moment_mask
+from areal_jax.rl.importance_weights import (
+    interpolated_proximal,
+    second_moment_bound,
+    second_moment_mask,
+)
 from areal_jax.rl.losses import policy_loss
 from areal_jax.rl.token_losses import PolicyLoss, positive_nll, sft_loss
 
@@ -484,6 +489,58 @@ def test_m2po_masks_tokens_furthest_from_the_behaviour_policy() -> None:
         True,
         False,
     ]
+
+
+def test_m2po_clip_equals_the_authors_number() -> None:
+    # Harmful are .1, .5, -.3 and 1, of mean square .3375. With .1 the clipped mean is .01, with .3
+    # .07 > .04, so that the bound is .1 and the clip [.7, 1.5].
+    log_ratio = np.array([0.1, 0.5, -0.3, 0.05, 1.0, -0.6])
+    advantages = np.array([1.0, 1.0, -1.0, -1.0, 1.0, 1.0])
+    everywhere = np.ones(6, bool)
+    assert second_moment_bound(log_ratio, advantages, everywhere, 0.04) == pytest.approx(0.1)
+    loss, _ = policy_loss(
+        M2POClip(), log_ratio - 2.0, np.zeros(6), np.full(6, -2.0), advantages, everywhere
+    )
+    assert float(loss) == pytest.approx(-0.476982, abs=1e-6)
+    # Below the bound nothing is clipped; harmless tokens and those outside of the mask do not count.
+    assert second_moment_bound(log_ratio, -advantages, everywhere, 0.2) == np.inf
+    masked = np.array([True, False, True, True, False, True])
+    assert second_moment_bound(log_ratio, advantages, masked, 0.05) == np.inf
+    assert second_moment_bound(log_ratio, advantages, everywhere, 0.009) == 0.0
+    on_device = second_moment_bound(
+        jnp.asarray(log_ratio), jnp.asarray(advantages), jnp.asarray(everywhere), 0.04
+    )
+    assert float(on_device) == pytest.approx(0.1)
+
+
+def textbook_m2po_clip(inputs: Inputs, config: M2POClip) -> float:
+    """The loss by its definition, with every harmful log-ratio tried as the bound."""
+    theta, _, behave, advantages, mask = (each[inputs.mask] for each in inputs)
+    del mask
+    x = theta - behave
+    harmful = np.abs(x[x * advantages > 0])
+    most = config.max_second_moment * len(harmful)
+    bound = np.inf
+    if (harmful**2).sum() > most:
+        fitting = [tau for tau in harmful if (np.minimum(harmful, tau) ** 2).sum() <= most]
+        bound = max(fitting, default=0.0)
+    low, high = min(np.exp(-bound), config.clip_min), max(np.exp(bound), config.clip_max)
+    r = np.exp(x)
+    return -float(np.minimum(r * advantages, np.clip(r, low, high) * advantages).mean())
+
+
+def test_m2po_clip_equals_float64_on_random_inputs() -> None:
+    config = M2POClip(max_second_moment=0.02, clip_min=0.95, clip_max=1.05)
+    samples = [packed_inputs(seed) for seed in range(300)]
+    batch = Inputs(*(np.stack(arrays) for arrays in zip(*samples, strict=True)))
+    losses = jax.jit(jax.vmap(lambda inputs: policy_loss(config, *inputs).loss))(batch)
+    expected = [
+        textbook_m2po_clip(
+            Inputs(*(x.astype(np.float64) for x in each))._replace(mask=each.mask), config
+        )
+        for each in samples
+    ]
+    np.testing.assert_allclose(losses, expected, atol=1e-6, rtol=2e-6)
 
 
 def test_m2po_mask_is_equal_on_host_and_device() -> None:

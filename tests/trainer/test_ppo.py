@@ -39,6 +39,7 @@ from areal_jax.rl.config import (
     DecoupledPPO,
     GroupNormalized,
     Loss,
+    M2POClip,
     Mean,
     Reinforce,
     Unweighted,
@@ -230,8 +231,9 @@ def test_ess_exponent_scales_each_update_by_its_share(shared: Callable[[str], Tr
     [
         (GSPO(clip_eps=0.1, clip_eps_high=0.1), "sequences"),
         (M2PO(max_second_moment=0.003), "constant"),
+        (M2POClip(max_second_moment=0.003, clip_min=1.0, clip_max=1.0001), "tokens"),
     ],
-    ids=["GSPO", "M2PO"],
+    ids=["GSPO", "M2PO", "M2POClip"],
 )
 @pytest.mark.slow
 def test_micro_batches_do_not_change_sequence_or_batch_means(loss: Loss, loss_mean: Mean) -> None:
@@ -247,6 +249,9 @@ def test_micro_batches_do_not_change_sequence_or_batch_means(loss: Loss, loss_me
         # Some tokens are left out, and the loss is still counted over all of them.
         assert result.metrics["m2po_kept_fraction"] == expected.metrics["m2po_kept_fraction"]
         assert 0.1 < mean(result, "m2po_kept_fraction") < 0.9
+    if isinstance(loss, M2POClip):
+        assert mean(result, "clip_fraction") == mean(expected, "clip_fraction")
+        assert 0.05 < mean(result, "clip_fraction") < 0.9
 
 
 @pytest.mark.slow
