@@ -110,7 +110,11 @@ def distillation(
         found = _predictions(packed, teacher, read_as, num_top)
         logp = _sample_logprobs(packed, found)
         metrics["teacher_read_fraction"] = _read_fraction(packed, found)
-    metrics["kl_teacher"] = kl_from_behave(batch, logp)
+    # What the teacher has not read counts as if it agreed.
+    known = batch.map_samples(
+        lambda sample, found: np.where(np.isnan(found), sample.behave_logp, found), logp
+    )
+    metrics["kl_teacher"] = kl_from_behave(batch, known)
     if isinstance(config.distillation, SampledTokens):
         columns = [
             mini_batch.put(learner, (logp[i][j][:n] for (i, j), n in _sequences(mini_batch)))
@@ -130,7 +134,7 @@ def distillation(
         )
 
     return StageOutput(
-        transform_advantages=lambda advantages: batch.map_samples(distilled, advantages, logp),
+        transform_advantages=lambda advantages: batch.map_samples(distilled, advantages, known),
         metrics=metrics,
     )
 

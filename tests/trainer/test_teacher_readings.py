@@ -21,9 +21,11 @@ from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.records import Group, Sample, Task
 from areal_jax.rl.config import (
     CrossTokenizer,
+    Distillation,
     JensenShannon,
     SampledTokens,
     Teacher,
+    TeacherAdvantage,
 )
 from areal_jax.rl.distillation import TeacherVocabulary
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
@@ -228,9 +230,10 @@ def test_steps_reduce_the_divergence_and_compile_nothing_after_warm_up() -> None
     assert trainer.num_compilations == compiled
 
 
-def test_what_does_not_fit_into_the_teacher_s_rows_is_not_distilled() -> None:
+@pytest.mark.parametrize("how", [SampledTokens(drift_coef=0.0), TeacherAdvantage()])
+def test_what_does_not_fit_into_the_teacher_s_rows_is_not_distilled(how: Distillation) -> None:
     groups = on_policy(batch(seed=5))
-    config = Teacher(path="", distillation=SampledTokens(drift_coef=0.0), reward_weight=0.0)
+    config = Teacher(path="", distillation=how, reward_weight=0.0)
     on = mesh_of()
     placed = shardings(on, POLICY.axes(), POLICY.abstract(), TRAIN_RULES)
     forward = Forward(CONFIG, POLICY, on, jnp.float32, temperature=1.0, row_tokens=8)
@@ -245,4 +248,9 @@ def test_what_does_not_fit_into_the_teacher_s_rows_is_not_distilled() -> None:
     # Of 8 tokens the hint takes 3.
     expected = sum(min(length, 8 - len(HINT)) for length in lengths) / sum(lengths)
     assert mean(result, "teacher_read_fraction") == pytest.approx(expected)
-    assert mean(result, "distillation_kept_fraction") == pytest.approx(expected)
+    assert np.isfinite([mean(result, name) for name in ("loss", "kl_teacher", "advantage")]).all()
+    if isinstance(how, SampledTokens):
+        assert mean(result, "distillation_kept_fraction") == pytest.approx(expected)
+    else:
+        moved = sum(int(np.count_nonzero(each)) for group in result.advantages for each in group)
+        assert moved == round(expected * sum(lengths))
