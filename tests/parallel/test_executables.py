@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.errors import ConfigError
@@ -27,8 +28,11 @@ X = np.arange(16, dtype=np.float32)
 def no_compilation_cache() -> Iterator[None]:
     """XLA on CPU cannot serialize a program that it has read from its own cache."""
     jax.config.update("jax_enable_compilation_cache", False)
+    # jax decides once whether it uses the cache.
+    reset_cache()
     yield
     jax.config.update("jax_enable_compilation_cache", True)
+    reset_cache()
 
 
 def mesh_of(*sizes: int) -> Mesh:
