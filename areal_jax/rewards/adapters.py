@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -192,10 +193,10 @@ def _verl_score(found: object) -> object:
     if isinstance(found, dict):
         if "score" not in found:
             raise TypeError(f'expected a number, or a dict with "score", found {shown(found)}')
-        # The others are for verl's logs. Numbers among them are components of the reward.
+        # The others are for verl's logs. Finite numbers among them are components of the reward.
         return {
             name: part
             for name, part in found.items()
-            if name == "score" or isinstance(part, numbers.Real)
+            if name == "score" or (isinstance(part, numbers.Real) and math.isfinite(part))
         }
     return found

@@ -72,7 +72,7 @@ def verl_dict(data_source, solution_str, ground_truth, extra_info=None, **kwargs
     return {"score": float(ground_truth in solution_str), "acc": True}
 def parts(task, answer): return {"correct": float(task.answer in answer), "short": 0.5 * (len(answer) < 5)}
 def verl_parts(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(ground_truth in solution_str), "length": len(solution_str), "said": solution_str}
+    return {"score": float(ground_truth in solution_str), "length": len(solution_str), "said": solution_str, "kl": float("nan")}
 def odd_parts(task, answer): return {"correct": "yes"}
 def no_parts(task, answer): return {}
 def verl_without_score(data_source, solution_str, ground_truth, extra_info=None): return {"acc": 1.0}
