@@ -61,9 +61,8 @@ def token_logprobs(
     num_chunks = _num_chunks(tokens.shape, chunk_tokens)
     targets = jnp.roll(tokens, -1, axis=1)
 
-    def predict(
-        hidden_chunk: Float[Array, "B C D"], targets_chunk: Int[Array, "B C"]
-    ) -> tuple[Array, Array]:
+    def predict(chunk: tuple[Array, ...]) -> tuple[Array, Array]:
+        hidden_chunk, targets_chunk = chunk
         return _predict(hidden_chunk, head, targets_chunk, temperature, learns_entropy)
 
     if shards is not None:
@@ -73,7 +72,7 @@ def token_logprobs(
         )
         logp, entropy = of_all
     else:
-        logp, entropy = _in_chunks(num_chunks, lambda chunk: predict(*chunk), (hidden, targets))
+        logp, entropy = _in_chunks(num_chunks, predict, (hidden, targets))
     predicted = _is_predicted(segment_ids)
     logp, entropy = (jnp.where(predicted, jnp.roll(x, 1, axis=1), 0.0) for x in (logp, entropy))
     return logp, entropy if learns_entropy else jax.lax.stop_gradient(entropy)

@@ -14,6 +14,7 @@ from areal_jax.errors import config_errors
 from areal_jax.models import hf
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import TRAIN_RULES, abstract, is_abstract, shardings
+from areal_jax.rl.config import CrossTokenizer
 from areal_jax.run.models import initial_params
 from areal_jax.run.plan import TrainingPlan
 from areal_jax.run.teacher_input import teacher_input
@@ -81,7 +82,8 @@ def _teacher_input(plan: TrainingPlan) -> TeacherInput | None:
         return None
     spec = next((spec for spec in plan.frozen_models if spec.name == "teacher"), None)
     tokenizer, policy = plan.tokenizer, plan.policy if spec is None else spec.policy
-    if spec is not None and spec.folder is not None:
+    has_own = isinstance(config.distillation, CrossTokenizer)
+    if has_own and spec is not None and spec.folder is not None:
         ignored = plan.experiment.policy.ignore_config_keys
         tokenizer = HFTokenizer.from_folder(spec.folder, ignored)
     sizes = plan.policy.config.vocab_size, policy.config.vocab_size

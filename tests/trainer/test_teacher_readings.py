@@ -156,7 +156,7 @@ def test_divergence_from_a_hinted_teacher_equals_the_plain_computation() -> None
     assert mean(result, "teacher_read_fraction") == 1.0
 
 
-def test_sampled_distillation_from_a_hinted_teacher_equals_the_plain_computation() -> None:
+def test_sampled_distillation_with_a_hint_equals_the_plain_computation() -> None:
     groups = on_policy(batch(seed=1))
     trainer = make(
         Teacher(path="", distillation=SampledTokens(), reward_weight=0.0),
