@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_decode import CONFIG
+from tiny_decode import CONFIG, LATENT_ATTENTION
 
 from areal_jax.engine.batch import SLOT, PrefillChunk, empty_slots
 from areal_jax.engine.decode import DecodeEngine
@@ -46,21 +46,7 @@ EXPERTS = {
 }
 
 
-LATENT = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+LATENT = LATENT_ATTENTION | {"num_key_value_heads": 4}
 
 
 @pytest.mark.parametrize(

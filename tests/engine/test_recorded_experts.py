@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_decode import request, with_engine_loop
+from tiny_decode import LATENT_ATTENTION, request, with_engine_loop
 
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
@@ -46,24 +46,13 @@ POLICY = Policy(
 LATENT = Policy(
     ModelConfig.from_hf(
         {
-            "architectures": ["DeepseekV3ForCausalLM"],
             "vocab_size": 64,
             "hidden_size": 32,
             "intermediate_size": 48,
             "num_hidden_layers": 3,
             "num_attention_heads": 2,
             "max_position_embeddings": 512,
-            "q_lora_rank": None,
-            "kv_lora_rank": 8,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 6,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 12,
-            "n_group": 2,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
+            **LATENT_ATTENTION,
         },
         source="a test",
     )

@@ -248,3 +248,20 @@ def same_samples(
         assert a.tokens.tolist() == b.tokens.tolist()
         assert a.stop_reason == b.stop_reason
         np.testing.assert_allclose(a.logp, b.logp, atol=atol)
+
+
+LATENT_ATTENTION = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "q_lora_rank": None,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+"""Keys of config.json of a policy with latent attention and experts after its first layer."""
