@@ -73,19 +73,17 @@ def _find(
     setting, ignored = f"trainer.{name}.path", experiment.policy.ignore_config_keys
     folder = resolve_policy_folder(config.path, setting)
     model = read_model(experiment.policy, folder)
-    reads_text = isinstance(config, Teacher) and isinstance(config.distillation, CrossTokenizer)
-    if reads_text:
-        return FrozenModelSpec(
-            name=name, path=config.path, policy=Policy(model), folder=folder, offload=config.offload
-        )
-    if difference := tokenizer.describe_difference(HFTokenizer.from_folder(folder, ignored)):
-        hint = " or set trainer.teacher.distillation=CrossTokenizer" if name == "teacher" else ""
-        raise ValueError(
-            f"{setting}={config.path} has other tokens than "
-            f"policy.path={experiment.policy.path}: {difference}; name a policy with the same "
-            f"tokenizer{hint}"
-        )
-    _require_size(model, f"{setting}={config.path}", experiment, policy, row_tokens)
+    if not (isinstance(config, Teacher) and isinstance(config.distillation, CrossTokenizer)):
+        if difference := tokenizer.describe_difference(HFTokenizer.from_folder(folder, ignored)):
+            remedy = (
+                " or set trainer.teacher.distillation=CrossTokenizer" if name == "teacher" else ""
+            )
+            raise ValueError(
+                f"{setting}={config.path} has other tokens than "
+                f"policy.path={experiment.policy.path}: {difference}; name a policy with the same "
+                f"tokenizer{remedy}"
+            )
+        _require_size(model, f"{setting}={config.path}", experiment, policy, row_tokens)
     return FrozenModelSpec(
         name=name, path=config.path, policy=Policy(model), folder=folder, offload=config.offload
     )
