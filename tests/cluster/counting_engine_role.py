@@ -22,7 +22,8 @@ class Counting:
 
         Args:
             version: stamped on every token.
-            dies_at: number of its own tokens after which it dies; -1: never; or IN_ITS_TURN.
+            dies_at: number of its own tokens after which it waits for `die`; -1: never; or
+                IN_ITS_TURN.
         """
         self._emit, self._version, self._dies_at = emit, version, dies_at
         self._sampled: dict[str, list[Completion]] = {}
@@ -40,16 +41,18 @@ class Counting:
         )
         for step in range(request.sampling.max_new_tokens):
             if step == self._dies_at:
-                os._exit(9)
+                await asyncio.Event().wait()
             self._emit("progress", {request.id: self._draw(request, sampled)})
             self._emit("measures", {"tokens": (1.0, 1.0), "occupancy": (1.0, 2.0)})
-            # Reported before the process may die.
             await asyncio.sleep(0.1)
             if all(self._is_done(request, sample, each) for sample, each in enumerate(sampled)):
                 break
         del self._sampled[request.id]
         done = [Completion(each.tokens, each.logp, each.versions, "stop") for each in sampled]
         return wire.encode_completions(done)
+
+    def die(self) -> None:
+        os._exit(9)
 
     async def snapshot(self) -> Any:
         return {name: wire.encode_completions(sampled) for name, sampled in self._sampled.items()}

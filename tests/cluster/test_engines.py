@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,6 +44,22 @@ async def join(engines: Engines, number: int, dies_at: int = -1) -> Connection:
     return connection
 
 
+def kill_after(
+    connection: Connection, num_tokens: int, on_progress: OnProgress = lambda _: []
+) -> OnProgress:
+    """Return a callback that kills the engine once that many tokens of sample 0 are reported."""
+    num_reported = 0
+
+    def count(news: Sequence[Progress]) -> Iterable[int]:
+        nonlocal num_reported
+        num_reported += sum(len(each.sampled.tokens) for each in news if each.sample == 0)
+        if num_reported == num_tokens:
+            connection.notify("die")
+        return on_progress(news)
+
+    return count
+
+
 def with_engines(scenario: Callable[[Engines], Awaitable[T]], wait_s: float = 30.0) -> T:
     async def run() -> T:
         engines = Engines(wait_s=wait_s)
@@ -64,8 +80,8 @@ def test_request_resumes_on_another_engine_from_the_last_report(
 
     async def scenario(engines: Engines) -> list[Completion]:
         engines.on_assignment(lambda id, number: assigned.append((id, number)))
-        await join(engines, 0, dies_at=5)
-        future = engines.submit(request("a"))
+        first = await join(engines, 0, dies_at=5)
+        future = engines.submit(request("a", on_progress=kill_after(first, 5)))
         # It joins while the first one decodes.
         await join(engines, 1)
         return await future
@@ -87,10 +103,11 @@ def test_request_resumes_on_another_engine_from_the_last_report(
 @pytest.mark.slow
 def test_request_without_engine_waits_and_times_out() -> None:
     async def scenario(engines: Engines) -> list[Completion]:
-        await join(engines, 0, dies_at=1)
-        future = engines.submit(request("a"))
-        await asyncio.sleep(1.0)
-        assert not future.done() and engines.num_deaths == 1
+        first = await join(engines, 0, dies_at=1)
+        future = engines.submit(request("a", on_progress=kill_after(first, 1)))
+        while engines.num_deaths == 0:
+            await asyncio.sleep(0.05)
+        assert not future.done()
         assert len((await engines.snapshot())["a"][0].tokens) == 1
         await join(engines, 1)
         return await future
@@ -114,8 +131,8 @@ def test_progress_has_every_token_once_and_can_end_a_sample() -> None:
         return [1] if len(received[1]) >= 6 else []
 
     async def scenario(engines: Engines) -> list[Completion]:
-        await join(engines, 0, dies_at=3)
-        future = engines.submit(request("a", on_progress=on_progress))
+        first = await join(engines, 0, dies_at=3)
+        future = engines.submit(request("a", on_progress=kill_after(first, 3, on_progress)))
         await join(engines, 1)
         return await future
 
