@@ -78,6 +78,8 @@ class PrefillChunk(NamedTuple):
     """Data shard of the pages."""
     before: Int32[np.ndarray, "_"] = np.zeros(0, np.int32)
     """The tokens before them."""
+    slot: int | None = None
+    """Slot with the recurrent state after the tokens before them; it gets the one after them."""
     images: ChunkImages | None = None
     """Present if there are images among them or before them, whose tokens are negative."""
 

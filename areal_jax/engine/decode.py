@@ -157,6 +157,8 @@ class DecodeEngine:
         """Yield verb and shape of all programs of the sampling modes up to `most`."""
         shapes = self.shapes
         yield from (("init",), ("same_weights",), ("copy",))
+        if self.policy.config.linear is not None:
+            yield ("copy_states",)
         for length, following in pairwise(shapes.view_lengths):
             yield "resize", length, following
             yield "resize", following, length
@@ -190,8 +192,9 @@ class DecodeEngine:
     def init_state(self) -> DecodeState:
         """Return empty slots and pages, and the shortest view."""
         table = np.zeros((self.config.num_slots, self.pages_per_slot), np.int32)
-        pages, view = self.programs.get("init")()
-        return DecodeState(pages, view, encode_slots(empty_slots(self.config.num_slots)), table)
+        pages, view, recurrent = self.programs.get("init")()
+        slots = encode_slots(empty_slots(self.config.num_slots))
+        return DecodeState(pages, view, slots, table, recurrent)
 
     def assign_slot(self, state: DecodeState, slots: Shaped[np.ndarray, "S"]) -> DecodeState:
         """Replace the `SLOT` records."""
@@ -245,7 +248,7 @@ class DecodeEngine:
                 (verb, at_least(lengths, len(chunk.tokens))), [[] for _ in range(self.num_shards)]
             )
             by_shard[chunk.shard].append(chunk)
-        pages = state.pages
+        kept = state.pages, state.recurrent
         for (verb, length), by_shard in waiting.items():
             while (most := max(map(len, by_shard))) > 0:
                 counts = shapes.row_counts(length)
@@ -257,14 +260,14 @@ class DecodeEngine:
                 batch = self._prefill_batch(now, each, length)
                 if verb.endswith("_images"):
                     batch += self._image_batch(now, each, length)
-                pages, experts = self.programs.get(verb, rows, length)(params, pages, *batch)
+                kept, experts = self.programs.get(verb, rows, length)(params, kept, *batch)
                 if on_experts is not None and experts is not None:
                     host = np.asarray(experts)
                     for shard, chunks in enumerate(now):
                         for row, chunk in enumerate(chunks, shard * each):
                             on_experts(chunk, host[row, : len(chunk.tokens)])
                 by_shard = [shard[each:] for shard in by_shard]
-        return state._replace(pages=pages)
+        return state._replace(pages=kept[0], recurrent=kept[1])
 
     def copy(self, state: DecodeState, pairs: Sequence[Sequence[tuple[int, int]]]) -> DecodeState:
         """Copy pages; `state` is consumed.
@@ -277,6 +280,21 @@ class DecodeEngine:
         if not counts.any():
             return state
         return state._replace(pages=self.programs.get("copy")(state.pages, table, counts))
+
+    def copy_states(
+        self, state: DecodeState, pairs: Sequence[Sequence[tuple[int, int]]]
+    ) -> DecodeState:
+        """Copy recurrent states; `state` is consumed.
+
+        Args:
+            state: State.
+            pairs: (from, to), by data shard: slots, numbered within it.
+        """
+        table, counts = self._by_shard(pairs, 2)
+        if not state.recurrent or not counts.any():
+            return state
+        copied = self.programs.get("copy_states")(state.recurrent, table, counts)
+        return state._replace(recurrent=copied)
 
     def insert(self, state: DecodeState, columns: Mapping[int, int]) -> DecodeState:
         """Copy tokens from pages to the view, so that slots can continue after them.
@@ -363,17 +381,21 @@ class DecodeEngine:
     def _prefill_batch(
         self, by_shard: Sequence[Sequence[PrefillChunk]], rows_per_shard: int, length: int
     ) -> tuple[np.ndarray, ...]:
-        """Return tokens, page table, starts and counts of a prefill call."""
+        """Return tokens, page table, starts, counts and slots of a prefill call."""
         rows = rows_per_shard * self.num_shards
         tokens = np.zeros((rows, length), np.int32)
         table = np.zeros((rows, self.pages_per_slot), np.int32)
         starts, counts = np.zeros((2, rows), np.int32)
+        # Beyond the last slot of a shard where there is no chunk.
+        per_shard = self.config.num_slots // self.num_shards
+        slots = np.full(rows, per_shard, np.int32)
         for shard, chunks in enumerate(by_shard):
             for row, chunk in enumerate(chunks, shard * rows_per_shard):
                 tokens[row, : len(chunk.tokens)] = np.maximum(chunk.tokens, 0)
                 table[row, : len(chunk.pages)] = chunk.pages
                 starts[row], counts[row] = chunk.start, len(chunk.tokens)
-        return tokens, table, starts, counts
+                slots[row] = per_shard if chunk.slot is None else chunk.slot % per_shard
+        return tokens, table, starts, counts, slots
 
     def _image_batch(
         self, by_shard: Sequence[Sequence[PrefillChunk]], rows_per_shard: int, length: int

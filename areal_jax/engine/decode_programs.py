@@ -20,7 +20,7 @@ from areal_jax.engine.decode_shapes import DecodeShapes, shardings_of
 from areal_jax.engine.decode_state import EngineParams
 from areal_jax.engine.decode_step import generate
 from areal_jax.engine.decode_view import insert_pages, resize
-from areal_jax.engine.prefill import copy_pages, encode, extend, prefill
+from areal_jax.engine.prefill import copy_pages, copy_states, encode, extend, prefill
 from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.sharding import on_shards
 
@@ -57,7 +57,7 @@ class DecodePrograms:
 
         Args:
             verb: `init`, `generate`, `prefill`, `extend`, `prefill_images`, `extend_images`,
-                `encode`, `copy`, `insert`, `resize`, `same_weights` or `same_tower`.
+                `encode`, `copy`, `copy_states`, `insert`, `resize`, `same_weights` or `same_tower`.
             shape: View length and mode of `generate`; rows and tokens of `prefill` and `extend`;
                 patches of `encode`; tokens and view length of `insert`; both lengths of `resize`.
 
@@ -68,7 +68,8 @@ class DecodePrograms:
         pages, table = shapes.pages(), shapes.table()
         match verb, *shape:
             case ("init",):
-                zeros = pages, shapes.view(shapes.view_lengths[0] if shapes.view_lengths else 0)
+                view = shapes.view(shapes.view_lengths[0] if shapes.view_lengths else 0)
+                zeros = pages, view, shapes.recurrent()
                 return _lower(
                     lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros), (), zeros
                 )
@@ -83,10 +84,15 @@ class DecodePrograms:
                 if shapes.config.router_replay:
                     size = shapes.experts(rows, length)
                     experts = shapes.array(size, shapes.experts_dtype, "batch")
-                result = pages, experts
-                return _lower(run, (shapes.params, pages, *arguments), result, donate=1)
+                kept = pages, shapes.recurrent()
+                arguments = shapes.params, kept, *arguments
+                return _lower(run, arguments, (kept, experts), donate=1)
             case ("copy",):
                 return self._lower_on_shards(copy_pages, (pages, *shapes.shard_lists(2)), pages)
+            case ("copy_states",):
+                states = shapes.recurrent()
+                arguments = states, *shapes.shard_lists(2)
+                return self._lower_on_shards(copy_states, arguments, states)
             case "insert", tokens, length:
                 view = shapes.view(length)
                 insert = partial(
@@ -136,7 +142,7 @@ class DecodePrograms:
         tokens = shapes.array((rows, length), jnp.int32, "batch")
         table = shapes.array((rows, shapes.pages_per_slot), jnp.int32, "batch")
         span = shapes.array((rows,), jnp.int32, "batch")
-        return tokens, table, span, span
+        return tokens, table, span, span, span
 
     def _lower_on_shards(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any

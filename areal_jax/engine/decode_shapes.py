@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from areal_jax.engine.batch import SLOT
@@ -20,10 +20,17 @@ from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode_state import DecodeState, EngineParams, Reader, lay_out_params
 from areal_jax.models import lora
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.delta_rule import RecurrentState, state_shapes
 from areal_jax.models.moe import ids_dtype
 from areal_jax.models.paged_attention import PAGE_AXES, Pages, choose_paged_kernel
 from areal_jax.models.vision.tower import ImageFeatures
-from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding, shardings
+from areal_jax.parallel.sharding import (
+    ROLLOUT_RULES,
+    abstract,
+    bytes_per_device,
+    sharding,
+    shardings,
+)
 
 SHORTEST_PREFILL, SHORTEST_VIEW = 32, 128
 """Smallest lengths for which programs are compiled, in tokens."""
@@ -125,7 +132,7 @@ class DecodeShapes:
             else self.array(shape[:-1], jnp.float32, *PAGE_AXES)
         )
         values = (half, scales) if model.latent is None else (None, None)
-        return (Pages(half, values[0], scales, values[1]),) * model.num_hidden_layers
+        return (Pages(half, values[0], scales, values[1]),) * len(model.attention_layers)
 
     def view(self, length: int) -> Any:
         """Return the shapes of a view of this length; of an empty one if attention reads pages."""
@@ -136,7 +143,21 @@ class DecodeShapes:
         shape, axes = (self.config.num_slots, num_heads), ("slots", "kv_heads")
         keys = self.array((*shape, head_dim, columns), self.compute_dtype, *axes)
         values = self.array((*shape, columns, head_dim), self.compute_dtype, *axes)
-        return ((keys, values if model.latent is None else None),) * model.num_hidden_layers
+        return ((keys, values if model.latent is None else None),) * len(model.attention_layers)
+
+    def recurrent(self) -> tuple[RecurrentState, ...]:
+        """Return the shapes of the states of all slots, by layer with linear attention."""
+        linear = self.policy.config.linear
+        if linear is None:
+            return ()
+        shapes = state_shapes(linear, self.config.num_slots, self.compute_dtype)
+        # Value heads are on the devices of their key heads.
+        axes = ("slots", None, "kv_heads")
+        rows, _, heads = sharding(self.mesh, axes, shapes.q.shape, ROLLOUT_RULES).spec
+        windows = NamedSharding(self.mesh, PartitionSpec(rows, None, heads))
+        memories = NamedSharding(self.mesh, PartitionSpec(rows, heads))
+        how = jax.tree.map(lambda leaf: memories if leaf is shapes.memory else windows, shapes)
+        return (abstract(shapes, how),) * len(linear.layers)
 
     def _cached_heads(self) -> tuple[int, int]:
         """Return the number and size of the heads in the KV cache."""
@@ -148,7 +169,8 @@ class DecodeShapes:
     def state(self, view_length: int) -> DecodeState:
         """Return the shapes of a whole state."""
         slots = self.array((self.config.num_slots, SLOT.itemsize // 4), jnp.int32, "slots")
-        return DecodeState(self.pages(), self.view(view_length), slots, self.table())
+        view, table = self.view(view_length), self.table()
+        return DecodeState(self.pages(), view, slots, table, self.recurrent())
 
     def table(self) -> Any:
         """Return the shape of the page table of all slots."""
@@ -196,8 +218,11 @@ class DecodeShapes:
         return ids_dtype(moe.num_experts)
 
     def kv_bytes(self) -> int:
-        """Return the bytes of keys and values on each device: pages, and the longest view."""
-        shapes = self.pages(), self.view(self.view_lengths[-1] if self.view_lengths else 0)
+        """Return the bytes of keys and values on each device: pages, and the longest view; and of
+        recurrent states.
+        """
+        view = self.view(self.view_lengths[-1] if self.view_lengths else 0)
+        shapes = self.pages(), view, self.recurrent()
         return bytes_per_device(shapes, shardings_of(shapes))
 
     def _pages_per_shard(self) -> int:

@@ -7,6 +7,7 @@ a slot's table, n decode steps of one dispatch.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -16,7 +17,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32, Shaped
 
 from areal_jax.engine.batch import SLOT
+from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Params, Policy, is_stacked
+from areal_jax.models.delta_rule import RecurrentState
 from areal_jax.models.moe import ROUTER
 from areal_jax.models.paged_attention import PagedKernel, Pages
 
@@ -56,6 +59,28 @@ class DecodeState(NamedTuple):
     """`SLOT` records as integers; numpy if slots were just assigned, and so is the table."""
     table: Int32[Any, "S M"]
     """Pages of each slot's sequence, numbered within its data shard."""
+    recurrent: tuple[RecurrentState, ...] = ()
+    """State of each slot's sequence, by layer with linear attention; such layers have no pages."""
+
+
+def join_caches(config: ModelConfig, attended: Iterable[Any], recurrent: Iterable[Any]) -> Any:
+    """Return the caches of all layers, of which those with linear attention have `recurrent`."""
+    if config.linear is None:
+        return attended
+    by_kind = {False: iter(attended), True: iter(recurrent)}
+    layers = range(config.num_hidden_layers)
+    return tuple(next(by_kind[i in config.linear_layers]) for i in layers)
+
+
+def split_caches(config: ModelConfig, caches: Any) -> tuple[Any, tuple[RecurrentState, ...]]:
+    """Return the caches of layers with attention, and of those with linear attention."""
+    if config.linear is None:
+        return caches, ()
+    attended, recurrent = (
+        tuple(caches[i] for i in layers)
+        for layers in (config.attention_layers, config.linear_layers)
+    )
+    return attended, recurrent
 
 
 def encode_slots(slots: Shaped[np.ndarray, "S"]) -> Int32[np.ndarray, "S F"]:

@@ -22,12 +22,15 @@ from areal_jax.engine.decode_state import (
     DecodeState,
     EngineParams,
     as_bits,
+    join_caches,
     pack_experts,
     read_field,
+    split_caches,
 )
 from areal_jax.engine.decode_view import attend_to_view, settle
 from areal_jax.engine.prefill import recorded_experts, write_pages
 from areal_jax.models.decoder import Attend
+from areal_jax.models.delta_rule import sharded_recurrence
 from areal_jax.models.moe import sharded_experts
 from areal_jax.models.paged_attention import paged_attention
 from areal_jax.parallel.sharding import ROLLOUT_RULES, sharding
@@ -56,7 +59,7 @@ class _Step(NamedTuple):
     """State between two decode steps of a dispatch."""
 
     cache: Any
-    """View or pages: what attention reads."""
+    """View or pages: what attention reads; and recurrent states."""
     token: Int32[Array, "S"]
     active: Bool[Array, "S"]
     remaining: Int32[Array, "S"]
@@ -137,7 +140,11 @@ class _Dispatch:
         logp = jnp.zeros((self._num_steps, len(started)), jnp.float32)
         shape = self._num_steps, self._num_top_logprobs, len(started)
         return _Step(
-            self._state.view if self._reads_view else self._state.pages,
+            join_caches(
+                self._shapes.policy.config,
+                self._state.view if self._reads_view else self._state.pages,
+                self._state.recurrent,
+            ),
             self._field("token"),
             started,
             remaining,
@@ -162,6 +169,8 @@ class _Dispatch:
             compute_dtype=self._shapes.compute_dtype,
             unroll=True,
             experts=sharded_experts(self._shapes.mesh, ROLLOUT_RULES),
+            recur=sharded_recurrence(self._shapes.mesh, ROLLOUT_RULES),
+            num_tokens=active.astype(jnp.int32),
             records_experts=ids is not None,
             absorbs=True,
         )
@@ -272,8 +281,10 @@ class _Dispatch:
         slots = state.slots.at[:, [FIELDS[name][1].start for name in now]].set(
             jnp.stack([*now.values()], axis=1)
         )
+        cache, recurrent = split_caches(self._shapes.policy.config, cache)
         if not self._reads_view:
-            return DecodeState(cache, state.view, slots, state.table), jnp.concatenate(packed)
+            following = DecodeState(cache, state.view, slots, state.table, recurrent)
+            return following, jnp.concatenate(packed)
         computed = [
             (
                 keys[..., :num_steps].transpose(0, 3, 1, 2),
@@ -285,4 +296,4 @@ class _Dispatch:
             self._shapes, state.pages, computed, state.table, self._position, counts
         )
         view = settle(cache, self._position, num_steps)
-        return DecodeState(pages, view, slots, state.table), jnp.concatenate(packed)
+        return DecodeState(pages, view, slots, state.table, recurrent), jnp.concatenate(packed)

@@ -38,7 +38,11 @@ class EngineCore:
     def __init__(self, engine: DecodeEngine, metrics: EngineMetrics):
         self._engine, self._metrics = engine, metrics
         self.scheduler = Scheduler(
-            engine.config, engine.num_shards, engine.pages_per_shard, engine.pages_per_slot
+            engine.config,
+            engine.num_shards,
+            engine.pages_per_shard,
+            engine.pages_per_slot,
+            has_states=engine.policy.config.linear is not None,
         )
         if engine.config.router_replay:
             self.scheduler.experts = ExpertLog(
@@ -112,6 +116,7 @@ class EngineCore:
         self._state = engine.copy(
             engine.fit(self._state, scheduler.slots.num_columns()), insert.copies
         )
+        self._state = engine.copy_states(self._state, insert.states)
         self._sync_page_table()
         self._state = engine.insert(self._state, insert.num_tokens)
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)

@@ -101,6 +101,12 @@ class JetStreamEngine(engine_api.Engine):
         ValueError names the setting that does not fit.
         """
         config = engine.config
+        if engine.policy.config.linear is not None:
+            raise ValueError(
+                f"expected a policy without linear attention, found "
+                f"{engine.policy.config.architecture}: its recurrent states are not part of "
+                "JetStream's prefix"
+            )
         if config.steps_per_dispatch != 1:
             raise ValueError(
                 f"expected engine.steps_per_dispatch=1, came {config.steps_per_dispatch}: "

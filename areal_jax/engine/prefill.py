@@ -6,36 +6,49 @@ Axes: B rows, T tokens, S slots, K key-value heads, H head size, M pages of a sl
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32, Shaped
 
 from areal_jax.engine.decode_shapes import DecodeShapes
-from areal_jax.engine.decode_state import EngineParams
+from areal_jax.engine.decode_state import EngineParams, join_caches, split_caches
 from areal_jax.models.attention import choose_kernel, sharded_attention
 from areal_jax.models.decoder import Attend
+from areal_jax.models.delta_rule import RecurrentState, sharded_recurrence
 from areal_jax.models.moe import Routing, sharded_experts
 from areal_jax.models.paged_attention import Pages, paged_attention, sharded_write
 from areal_jax.models.vision.tower import ImageFeatures, ImageInputs
-from areal_jax.parallel.sharding import ROLLOUT_RULES
+from areal_jax.parallel.sharding import ROLLOUT_RULES, on_shards, sharding
+
+Kept: TypeAlias = tuple[tuple[Pages, ...], tuple[RecurrentState, ...]]
+"""What is kept of the tokens: pages, and the recurrent state of every slot."""
 
 
 def prefill(
     shapes: DecodeShapes,
     params: EngineParams,
-    pages: tuple[Pages, ...],
+    kept: Kept,
     tokens: Int32[Array, "B T"],
     table: Int32[Array, "B M"],
     starts: Int32[Array, "B"],
     counts: Int32[Array, "B"],
+    slots: Int32[Array, "B"],
     positions: Int32[Array, "B T 3"] | None = None,
     images: ImageFeatures | None = None,
-) -> tuple[tuple[Pages, ...], Shaped[Array, "B T L k"] | None]:
+) -> tuple[Kept, Shaped[Array, "B T L k"] | None]:
     """Fill the pages of sequences from their first token on; return the experts, if recorded."""
+    config, (pages, recurrent) = shapes.policy.config, kept
+    is_hybrid, caches = config.linear is not None, None
     # Stacked again: a scan over layers compiles faster, and the copy is small beside a prefill.
-    stacked = shapes.policy.stack(params)
+    # Layers of two kinds have caches of two kinds, which are not stacked.
+    stacked = params if is_hybrid else shapes.policy.stack(params)
+    if is_hybrid:
+        nothing = (None,) * len(pages)
+        empty = jax.tree.map(lambda x: jnp.zeros((len(tokens), *x.shape[1:]), x.dtype), recurrent)
+        caches = join_caches(config, nothing, empty)
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     # Whole rows: nothing before the padding at the end of a row attends to it.
     rows, kernel = (
@@ -44,52 +57,66 @@ def prefill(
     )
     attend = _attend_and_keep(sharded_attention(rows, kernel, shapes.mesh, ROLLOUT_RULES))
     experts = sharded_experts(shapes.mesh, ROLLOUT_RULES)
-    _, kept, routing = shapes.policy.hidden(
+    _, caches, routing = shapes.policy.hidden(
         stacked,
         tokens,
         places if positions is None else positions,
         attend,
+        caches,
         compute_dtype=shapes.compute_dtype,
+        unroll=is_hybrid,
         experts=experts,
+        recur=sharded_recurrence(shapes.mesh, ROLLOUT_RULES),
+        num_tokens=counts,
         records_experts=shapes.config.router_replay,
         images=images,
         absorbs=True,
     )
-    keys, values = kept
-    computed = ((keys[i], None if values is None else values[i]) for i in range(len(pages)))
+    if is_hybrid:
+        computed, states = split_caches(config, caches)
+        recurrent = write_states(shapes, recurrent, states, slots)
+    else:
+        keys, values = caches
+        computed = ((keys[i], None if values is None else values[i]) for i in range(len(pages)))
     pages = write_pages(shapes, pages, computed, table, starts, counts)
-    return pages, recorded_experts(routing)
+    return (pages, recurrent), recorded_experts(routing)
 
 
 def extend(
     shapes: DecodeShapes,
     params: EngineParams,
-    pages: tuple[Pages, ...],
+    kept: Kept,
     tokens: Int32[Array, "B T"],
     table: Int32[Array, "B M"],
     starts: Int32[Array, "B"],
     counts: Int32[Array, "B"],
+    slots: Int32[Array, "B"],
     positions: Int32[Array, "B T 3"] | None = None,
     images: ImageFeatures | None = None,
-) -> tuple[tuple[Pages, ...], Shaped[Array, "B T L k"] | None]:
+) -> tuple[Kept, Shaped[Array, "B T L k"] | None]:
     """Fill pages of sequences whose earlier pages are filled (chunked prefill)."""
     places = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     attend = paged_attention(table, starts, counts, "plain", shapes.mesh, ROLLOUT_RULES)
     experts = sharded_experts(shapes.mesh, ROLLOUT_RULES)
-    _, pages, routing = shapes.policy.hidden(
+    config, (pages, recurrent) = shapes.policy.config, kept
+    states = read_states(shapes, recurrent, slots)
+    _, caches, routing = shapes.policy.hidden(
         params,
         tokens,
         places if positions is None else positions,
         attend,
-        pages,
+        join_caches(config, pages, states),
         compute_dtype=shapes.compute_dtype,
         unroll=True,
         experts=experts,
+        recur=sharded_recurrence(shapes.mesh, ROLLOUT_RULES),
+        num_tokens=counts,
         records_experts=shapes.config.router_replay,
         images=images,
         absorbs=True,
     )
-    return pages, recorded_experts(routing)
+    pages, states = split_caches(config, caches)
+    return (pages, write_states(shapes, recurrent, states, slots)), recorded_experts(routing)
 
 
 def encode(
@@ -121,6 +148,57 @@ def write_pages(
         sharded_write(layer, k, v, table, starts, counts, shapes.mesh, ROLLOUT_RULES)
         for layer, (k, v) in zip(pages, computed, strict=True)
     )
+
+
+def read_states(
+    shapes: DecodeShapes, recurrent: tuple[RecurrentState, ...], slots: Int32[Array, "B"]
+) -> tuple[RecurrentState, ...]:
+    """Return the states of the slots of rows; slots are numbered within their data shard."""
+    how, by_row = _specs(shapes)
+    read = on_shards(
+        lambda all, slots: jax.tree.map(lambda x: x.at[slots].get(mode="clip"), all),
+        shapes.mesh,
+        (how, by_row),
+        how,
+    )
+    return read(recurrent, slots)
+
+
+def write_states(
+    shapes: DecodeShapes,
+    recurrent: tuple[RecurrentState, ...],
+    states: tuple[RecurrentState, ...],
+    slots: Int32[Array, "B"],
+) -> tuple[RecurrentState, ...]:
+    """Write the states of rows to their slots; rows without a slot have one beyond the last."""
+    how, by_row = _specs(shapes)
+
+    def write(old: Any, new: Any, slots: Array) -> Any:
+        put = lambda x, y: x.at[slots].set(y.astype(x.dtype), mode="drop")  # noqa: E731 (an argument below)
+        return jax.tree.map(put, old, new)
+
+    return on_shards(write, shapes.mesh, (how, how, by_row), how)(recurrent, states, slots)
+
+
+def copy_states(
+    recurrent: tuple[RecurrentState, ...], pairs: Int32[Array, "S 2"], count: Int32[Array, "1"]
+) -> tuple[RecurrentState, ...]:
+    """Copy the states of the first `count` pairs of slots, each (from, to)."""
+
+    def one_pair(i: Array, recurrent: tuple[RecurrentState, ...]) -> tuple[RecurrentState, ...]:
+        def put(x: Array) -> Array:
+            state = jax.lax.dynamic_slice_in_dim(x, pairs[i, 0], 1, 0)
+            return jax.lax.dynamic_update_slice_in_dim(x, state, pairs[i, 1], 0)
+
+        return jax.tree.map(put, recurrent)
+
+    return jax.lax.fori_loop(0, count[0], one_pair, recurrent)
+
+
+def _specs(shapes: DecodeShapes) -> tuple[Any, PartitionSpec]:
+    """Return how states and rows are sharded."""
+    rows = sharding(shapes.mesh, ("slots",), (shapes.config.num_slots,), ROLLOUT_RULES).spec
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, shapes.recurrent()), rows
 
 
 def copy_pages(

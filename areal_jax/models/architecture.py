@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from areal_jax.models import rope
@@ -101,6 +101,41 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Layers with linear attention (Gated DeltaNet, arXiv:2412.06464); fields as in config.json."""
+
+    linear_conv_kernel_dim: int
+    """Tokens that the causal convolution sees."""
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    layers: tuple[int, ...]
+    """Numbers of these layers; the others have full attention."""
+
+    @property
+    def key_width(self) -> int:
+        """Width of the keys of all heads."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of the values of all heads."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    def matmul_params(self, hidden_size: int) -> int:
+        """Number of parameters of a layer in matrix products."""
+        width = 2 * self.key_width + 3 * self.value_width + 2 * self.linear_num_value_heads
+        return hidden_size * width
+
+    def num_params(self, hidden_size: int) -> int:
+        """Number of parameters of a layer, without those of its MLP."""
+        taps = self.linear_conv_kernel_dim * (2 * self.key_width + self.value_width)
+        vectors = 2 * self.linear_num_value_heads + self.linear_value_head_dim
+        return self.matmul_params(hidden_size) + taps + vectors
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Architecture of a policy; fields as in Hugging Face's config.json.
 
@@ -140,6 +175,8 @@ class ModelConfig:
     """
     latent: LatentAttention | None = None
     """Latent attention, where `head_dim` is the size of a head's query and key."""
+    linear: LinearAttention | None = None
+    """Linear attention of some layers."""
     moe: MoEConfig | None = None
     """Experts that replace the MLP of every layer, or of all but the first ones."""
     vision: VisionConfig | None = None
@@ -221,7 +258,8 @@ class ModelConfig:
                 f"found {list(section)}"
             )
         max_position_embeddings = _read_count(config, "max_position_embeddings", source)
-        windows = _read_sliding_windows(config, architecture, source)
+        linear = _read_linear(config, source) if family.has_linear_attention else None
+        windows = () if linear else _read_sliding_windows(config, architecture, source)
         rotary = _read_rotary(config, architecture, source)
         has_bias = _read_flag(config, "attention_bias", source)
         return cls(
@@ -250,6 +288,7 @@ class ModelConfig:
             query_pre_attn_scalar=_read_query_scalar(config, head_dim, source),
             sliding_windows=windows,
             latent=latent,
+            linear=linear,
             moe=_read_moe(_with_expert_keys(config, family), source) if family.is_moe else None,
             bos_token_id=_read_token(config, "bos_token_id", source),
             eos_token_id=_read_tokens(config, "eos_token_id", source),
@@ -307,6 +346,7 @@ class ModelConfig:
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
             **_latent_to_hf(self.latent),
+            **_linear_to_hf(self.linear, self.num_hidden_layers),
             **_activation_key(self.traits),
             **self._rope_to_hf(),
             "rms_norm_eps": self.rms_norm_eps,
@@ -355,18 +395,32 @@ class ModelConfig:
         """Properties of the family."""
         return TRAITS[self.architecture]
 
-    def layers_with(self, path: tuple[str, ...]) -> range:
-        """Layers that have a parameter.
+    def layers_with(self, path: tuple[str, ...]) -> tuple[int, ...]:
+        """Numbers of the layers that have a parameter, in ascending order.
 
         Args:
             path: path of the parameter in a layer, such as ("mlp", "router").
         """
         num_dense = self.num_hidden_layers if self.moe is None else self.moe.num_dense_layers
+        if path[0] == "linear":
+            return self.linear_layers
+        if path[0] == "attn":
+            return self.attention_layers
         if path[0] != "mlp":
-            return range(self.num_hidden_layers)
+            return tuple(range(self.num_hidden_layers))
         if path[1] in _DENSE_MLP:
-            return range(num_dense)
-        return range(num_dense, self.num_hidden_layers)
+            return tuple(range(num_dense))
+        return tuple(range(num_dense, self.num_hidden_layers))
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with linear attention."""
+        return () if self.linear is None else self.linear.layers
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with attention to keys and values."""
+        return tuple(i for i in range(self.num_hidden_layers) if i not in self.linear_layers)
 
     @property
     def num_moe_layers(self) -> int:
@@ -389,14 +443,17 @@ class ModelConfig:
         attention = 2 * width * (heads + kv_heads) * self.head_dim
         if self.latent is not None:
             attention = self.latent.num_params(width, heads, has_biases=self.output_bias)
+        if self.traits.gates_attention:
+            attention += width * heads * self.head_dim
         biases = (heads + 2 * kv_heads) * self.head_dim if self.attention_bias else 0
         biases += width if self.output_bias and self.latent is None else 0
         biases += heads if self.traits.has_sinks else 0
         biases += 2 * self.intermediate_size + width if self.mlp_bias else 0
         norms = (4 if self.traits.norms == "both" else 2) * width
+        head_norms = 0
         if self.qk_norm:
             # Of one head, or of all heads of q and k.
-            norms += (
+            head_norms = (
                 heads + kv_heads if self.traits.qk_norm_over == "heads" else 2
             ) * self.head_dim
         dense, mlp = 3 * width * self.intermediate_size, 0
@@ -409,7 +466,10 @@ class ModelConfig:
             mlp += 3 * width * moe.shared_expert_intermediate_size
             if moe.shared_expert_intermediate_size and self.traits.has_shared_gate:
                 mlp += width
-        layers = self.num_hidden_layers * (attention + biases + norms)
+        layers = self.num_hidden_layers * norms
+        layers += len(self.attention_layers) * (attention + biases + head_norms)
+        if self.linear is not None:
+            layers += len(self.linear_layers) * self.linear.num_params(width)
         layers += self.num_moe_layers * mlp + self._num_dense_layers * dense
         if self.is_scalar:
             head = width + (self.readout == "TokenClassification")
@@ -437,8 +497,13 @@ class ModelConfig:
         attention = 2 * width * heads * self.head_dim
         if self.latent is not None:
             attention = self.latent.matmul_params(width, self.num_attention_heads)
+        if self.traits.gates_attention:
+            attention += width * self.num_attention_heads * self.head_dim
+        attention *= len(self.attention_layers)
+        if self.linear is not None:
+            attention += len(self.linear_layers) * self.linear.matmul_params(width)
         dense = self._num_dense_layers * 3 * width * self.intermediate_size
-        return self.num_hidden_layers * attention + self.num_moe_layers * mlp + dense + head
+        return attention + self.num_moe_layers * mlp + dense + head
 
     @property
     def _num_dense_layers(self) -> int:
@@ -447,20 +512,20 @@ class ModelConfig:
     @property
     def attention_width(self) -> int:
         """Layers x heads x head size: each pair of query and key costs 4 times this in FLOPs (12 in
-        a training step).
+        a training step). Linear attention has no pairs.
         """
         width = self.num_attention_heads * self.head_dim
         if self.latent is not None:
             # Values are narrower than queries and keys.
             width -= self.num_attention_heads * (self.head_dim - self.latent.v_head_dim) // 2
-        return self.num_hidden_layers * width
+        return len(self.attention_layers) * width
 
     @property
     def cached_per_token(self) -> int:
         """Numbers per token in the KV cache."""
         if self.latent is not None:
             return self.num_hidden_layers * self.latent.width
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+        return 2 * len(self.attention_layers) * self.num_key_value_heads * self.head_dim
 
 
 _DENSE_MLP = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -559,6 +624,12 @@ def _with_defaults(config: Mapping[str, Any], family: Traits) -> dict[str, Any]:
 
 def _read_rotary(config: Mapping[str, Any], architecture: Family, source: str) -> rope.Rotary:
     family = TRAITS[architecture]
+    if family.has_linear_attention and isinstance(config.get("rope_parameters"), dict):
+        # Of images; all three positions of a text's token are equal.
+        unread = ("mrope_section", "mrope_interleaved")
+        written = config["rope_parameters"]
+        kept = {name: value for name, value in written.items() if name not in unread}
+        config = {**config, "rope_parameters": kept}
     rotary = rope.from_hf(config, source, by_window=family.rope_by_window)
     if rotary.scaling is not None and not family.scales_rope:
         raise ValueError(
@@ -737,6 +808,49 @@ def _read_latent(config: Mapping[str, Any], source: str) -> LatentAttention:
         rope_interleave=_read_flag(config, "rope_interleave", source),
         mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
     )
+
+
+def _linear_to_hf(linear: LinearAttention | None, num_layers: int) -> dict[str, Any]:
+    if linear is None:
+        return {}
+    written = asdict(linear)
+    layers = written.pop("layers")
+    kinds = ["linear_attention" if i in layers else "full_attention" for i in range(num_layers)]
+    return written | {"layer_types": kinds}
+
+
+def _read_linear(config: Mapping[str, Any], source: str) -> LinearAttention:
+    num_layers = _read_count(config, "num_hidden_layers", source)
+    period = _read_count(config, "full_attention_interval", source, 4)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = [
+            "linear_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)
+        ]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or set(kinds) != {"full_attention", "linear_attention"}
+    ):
+        raise ValueError(
+            f"{source}: expected layer_types to be 'full_attention' or 'linear_attention' for each "
+            f"of {num_layers} layers, and both to occur, found {kinds}"
+        )
+    sizes = {
+        field.name: _read_count(config, field.name, source)
+        for field in fields(LinearAttention)
+        if field.name != "layers"
+    }
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention")
+    linear = LinearAttention(**sizes, layers=layers)
+    if linear.linear_num_value_heads % linear.linear_num_key_heads:
+        raise ValueError(
+            f"{source}: expected linear_num_value_heads to be a multiple of linear_num_key_heads, "
+            f"found {linear.linear_num_value_heads} and {linear.linear_num_key_heads}"
+        )
+    if linear.linear_conv_kernel_dim < 2:
+        raise ValueError(f"{source}: expected linear_conv_kernel_dim of at least 2, found 1")
+    return linear
 
 
 def _rename_expert_keys(moe: dict[str, Any], family: Traits) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.models.blocked_attention import ATTENDED, blocked_attention
+from areal_jax.models.blocked_attention import ATTENDED, Visibility, blocked_attention
 from areal_jax.models.decoder import Attend
 from areal_jax.models.kernel_attention import TILE, gpu_attention, tpu_attention
 from areal_jax.parallel.sharding import Rules, num_shards, sharding
@@ -93,7 +93,9 @@ def masked_attention(
     return out.astype(q.dtype).reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def packed_attention(segment_ids: Int[Array, "B T"], kernel: Kernel = "dense") -> Attend:
+def packed_attention(
+    segment_ids: Int[Array, "B T"], kernel: Kernel = "dense", shared: Visibility | None = None
+) -> Attend:
     """Make causal attention within each segment of a row; it has no cache.
 
     The outputs of segment 0, which is padding, are finite but meaningless. With a window, a query
@@ -102,7 +104,12 @@ def packed_attention(segment_ids: Int[Array, "B T"], kernel: Kernel = "dense") -
     Args:
         segment_ids: segment of each token.
         kernel: see `choose_kernel`.
+        shared: keys that each query sees, if sequences share tokens, which the kernels "gpu" and
+            "tpu" do not support; None: those of its segment.
     """
+    assert shared is None or kernel in ("dense", "blocked")
+    # Once for all layers.
+    visibility = Visibility.of_segments(segment_ids) if shared is None else shared
 
     def attend(
         q: Array,
@@ -115,21 +122,25 @@ def packed_attention(segment_ids: Int[Array, "B T"], kernel: Kernel = "dense") -
         v = k if v is None else v
         match kernel:
             case "dense":
-                out = _dense_attention(q, k, v, segment_ids, window, sinks)
+                out = _dense_attention(q, k, v, visibility, window, sinks)
                 out = checkpoint_name(out, ATTENDED)
             case "tpu" if sinks is None:
                 out = tpu_attention(q, k, v, segment_ids, window=window)
             case "gpu" if window is None and sinks is None:
                 out = gpu_attention(q, k, v, segment_ids)
             case _:  # jax's kernels do not support sinks, nor the one for GPUs windows
-                out = blocked_attention(q, k, v, segment_ids, window, sinks=sinks)
+                out = blocked_attention(q, k, v, visibility, window, sinks=sinks)
         return out, None
 
     return attend
 
 
 def sharded_attention(
-    segment_ids: Int[Array, "B T"], kernel: Kernel, mesh: Mesh, rules: Rules
+    segment_ids: Int[Array, "B T"],
+    kernel: Kernel,
+    mesh: Mesh,
+    rules: Rules,
+    shared: Visibility | None = None,
 ) -> Attend:
     """Make `packed_attention` on a mesh; each device computes its own rows and heads.
 
@@ -144,9 +155,10 @@ def sharded_attention(
         kernel: see `choose_kernel`.
         mesh: train mesh.
         rules: logical axes to mesh axes.
+        shared: see `packed_attention`.
     """
     if mesh.size == 1:
-        return packed_attention(segment_ids, kernel)
+        return packed_attention(segment_ids, kernel, shared)
 
     def constrain(x: Array, *axes: str | None) -> Array:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape, rules))
@@ -168,15 +180,15 @@ def sharded_attention(
             K, shards = k.shape[2], num_shards(mesh, "attending_heads", rules)
             k, v = (jnp.repeat(x, math.lcm(K, shards) // K, axis=2) for x in (k, v))
         run = jax.shard_map(
-            lambda q, k, v, ids, sinks: packed_attention(ids, kernel)(q, k, v, None, window, sinks)[
-                0
-            ],
+            lambda q, k, v, ids, sinks, shared: packed_attention(ids, kernel, shared)(
+                q, k, v, None, window, sinks
+            )[0],
             mesh=mesh,
-            in_specs=(by_heads, by_heads, by_heads, by_rows, PartitionSpec(by_heads[2])),
+            in_specs=(by_heads, by_heads, by_heads, by_rows, PartitionSpec(by_heads[2]), by_rows),
             out_specs=by_heads,
             check_vma=False,  # kernels do not declare over which axes their results vary
         )
-        return constrain(run(q, k, v, segment_ids, sinks), "batch", "tokens", "heads"), None
+        return constrain(run(q, k, v, segment_ids, sinks, shared), "batch", "tokens", "heads"), None
 
     return attend
 
@@ -185,15 +197,15 @@ def _dense_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    segment_ids: Int[Array, "B T"],
+    visibility: Visibility,
     window: int | None,
     sinks: Float[Array, "N"] | None,
 ) -> Float[Array, "B T N H"]:
     T = q.shape[1]
-    sees = jnp.tril(jnp.ones((T, T), bool))
+    places = jnp.arange(T)[:, None]
+    mask = jnp.tril(jnp.ones((T, T), bool)) & (places < visibility.until[:, None, :])
     if window is not None:
-        sees &= ~jnp.tri(T, T, -window, dtype=bool)
-    mask = sees & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        mask &= visibility.positions[:, :, None] - visibility.positions[:, None, :] < window
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     # Blocks of queries, each with the keys up to its end; otherwise nearly half of the products are
     # masked.

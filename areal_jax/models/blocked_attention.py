@@ -32,48 +32,90 @@ Blocks: TypeAlias = Array
 """[n, B, K, ...]: blocks are the leading dimension, so that indexing copies one block only."""
 
 
-class Reach(NamedTuple):
-    """Visibility of keys, in memory linear in the row length."""
+class Visibility(NamedTuple):
+    """The keys that each query of a row sees.
 
-    segments: Int[Array, "n B C"]
-    first: Int[Array, "_"]
-    """First block of keys that a block of queries sees; the last one is the block itself."""
+    A key is seen from its own place up to the place `until`, exclusively: thus sequences see the
+    tokens that they share, which are packed once (`areal_jax.data.prefixes`).
+    """
+
+    until: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    """Position of the token in its sequence, by which a window is measured."""
+
+    @classmethod
+    def of_segments(cls, segment_ids: Int[Array, "B T"]) -> Visibility:
+        """Return that of segments that share nothing. Tokens of segment 0, padding, see only
+        themselves.
+        """
+        places = jnp.arange(segment_ids.shape[1])
+        continues = jnp.pad(segment_ids[:, :-1] == segment_ids[:, 1:], ((0, 0), (0, 1)))
+        ends = jnp.where(continues, places.size, places + 1)
+        until = jax.lax.cummin(ends, axis=1, reverse=True)
+        return cls(
+            jnp.where(segment_ids == 0, places + 1, until),
+            jnp.broadcast_to(places, segment_ids.shape),
+        )
+
+    @classmethod
+    def of_shared(
+        cls,
+        segment_ids: Int[Array, "B T"],
+        visible_until: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+    ) -> Visibility:
+        """Return that of sequences that share tokens; arguments as in `PackedBatch`."""
+        places = jnp.arange(segment_ids.shape[1])
+        is_padding = segment_ids == 0
+        return cls(
+            jnp.where(is_padding, places + 1, visible_until),
+            jnp.where(is_padding, places, positions),
+        )
+
+
+class _Blocks(NamedTuple):
+    """A `Visibility` by blocks of queries or keys."""
+
+    until: Int[Array, "n B C"]
+    positions: Int[Array, "n B C"]
+    sees: Bool[Array, "n n"]
+    """Whether any query of block i sees any key of block j."""
 
 
 def blocked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    segment_ids: Int[Array, "B T"],
+    visibility: Visibility,
     window: int | None = None,
     block_tokens: int = BLOCK_TOKENS,
     sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Compute softmax(q·k / sqrt(H)) · v, causal within segments.
+    """Compute softmax(q·k / sqrt(H)) · v over the keys that each query sees.
 
     Args:
         q: queries.
         k: keys.
         v: values.
-        segment_ids: segment of each token; the tokens of a segment are contiguous. Segment 0 is
-            padding, in which every token sees only itself.
+        visibility: keys that a query sees, apart from the window.
         window: number of keys that a query sees, including its own; None for all.
         block_tokens: tokens of a block; affects speed and memory only.
         sinks: score of one more key of each head, whose value is 0; None: there is none.
     """
-    return _attend(q, k, v, segment_ids, sinks, window, block_tokens)
+    return _attend(q, k, v, visibility, sinks, window, block_tokens)
 
 
 def _forward(
     q: Array,
     k: Array,
     v: Array,
-    segment_ids: Array,
+    visibility: Visibility,
     sinks: Array | None,
     window: int | None,
     block_tokens: int,
 ) -> tuple[Array, tuple[Any, ...]]:
-    reach = _reach(segment_ids, window, block_tokens)
+    blocks = _cut(visibility, window, block_tokens)
+    order, num_seen = _seen(blocks.sees)
     q_blocks, k_blocks, v_blocks = (
         _query_blocks(_scaled(q), k.shape[2], block_tokens),
         *_key_blocks(k, v, block_tokens),
@@ -81,9 +123,9 @@ def _forward(
     _, B, K, G, C, H = q_blocks.shape
 
     def attend_block(i: Array) -> tuple[Array, Array]:
-        def add_keys(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            highest, weight, weighted = sums
-            scores = _scores(q_blocks[i], k_blocks[j], _sees(reach, i, j, window))
+        def add_keys(turn: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            j, (highest, weight, weighted) = order[i, turn], sums
+            scores = _scores(q_blocks[i], k_blocks[j], _sees(blocks, i, j, window))
             new_highest = jnp.maximum(highest, scores.max(axis=-1))
             exp = jnp.exp(scores - new_highest[..., None])
             shrink = jnp.exp(highest - new_highest)
@@ -99,12 +141,12 @@ def _forward(
             # The running softmax begins with the sink.
             score = sinks.astype(jnp.float32).reshape(K, G, 1)
             none = jnp.broadcast_to(score, (B, K, G, C)), jnp.ones((B, K, G, C)), none[2]
-        highest, weight, weighted = jax.lax.fori_loop(reach.first[i], i + 1, add_keys, none)
+        highest, weight, weighted = jax.lax.fori_loop(0, num_seen[i], add_keys, none)
         return (weighted / weight[..., None]).astype(q.dtype), highest + jnp.log(weight)
 
     out_blocks, log_weights = jax.lax.map(attend_block, jnp.arange(len(q_blocks)))
     out = checkpoint_name(_rows(out_blocks, q.shape), ATTENDED)
-    return out, (q, k, v, segment_ids, sinks, out, checkpoint_name(log_weights, ATTENDED))
+    return out, (q, k, v, visibility, sinks, out, checkpoint_name(log_weights, ATTENDED))
 
 
 def _backward(
@@ -115,8 +157,9 @@ def _backward(
     With p = exp(scores - log_weight): dv = pᵀ·do, ds = p ∘ (do·vᵀ - rowsum(do ∘ o)), dq = ds·k,
     dk = dsᵀ·q (arXiv:2307.08691, algorithm 2). With the value 0, d_sink = -p · rowsum(do ∘ o).
     """
-    q, k, v, segment_ids, sinks, out, log_weights = saved
-    reach = _reach(segment_ids, window, block_tokens)
+    q, k, v, visibility, sinks, out, log_weights = saved
+    blocks = _cut(visibility, window, block_tokens)
+    order, num_seeing = _seen(blocks.sees.T)
     K, dtype = k.shape[2], q.dtype
     q_blocks, k_blocks, v_blocks = (
         _query_blocks(_scaled(q), K, block_tokens),
@@ -125,15 +168,13 @@ def _backward(
     d_out_blocks = _query_blocks(d_out, K, block_tokens)
     wide = d_out.astype(jnp.float32) * out.astype(jnp.float32)
     row_sums = _query_blocks(wide.sum(axis=-1, keepdims=True), K, block_tokens)
-    n = len(q_blocks)
-    # `first` does not decrease, so that the blocks of queries that see a block of keys are a range
-    # which starts at that block.
-    end = (reach.first <= jnp.arange(n)[:, None]).sum(axis=1)
 
     def backward_block(dq: Blocks, j: Array) -> tuple[Blocks, tuple[Array, Array]]:
-        def add_queries(i: Array, sums: tuple[Blocks, Array, Array]) -> tuple[Blocks, Array, Array]:
-            dq, dk, dv = sums
-            scores = _scores(q_blocks[i], k_blocks[j], _sees(reach, i, j, window))
+        def add_queries(
+            turn: Array, sums: tuple[Blocks, Array, Array]
+        ) -> tuple[Blocks, Array, Array]:
+            i, (dq, dk, dv) = order[j, turn], sums
+            scores = _scores(q_blocks[i], k_blocks[j], _sees(blocks, i, j, window))
             p = jnp.exp(scores - log_weights[i][..., None])
             dv = dv + _product("bkgqs,bkgqh->bksh", p.astype(dtype), d_out_blocks[i])
             ds = (
@@ -143,11 +184,11 @@ def _backward(
             return dq, dk + _product("bkgqs,bkgqh->bksh", ds, q_blocks[i]), dv
 
         none = jnp.zeros(v_blocks.shape[1:], jnp.float32)
-        dq, dk, dv = jax.lax.fori_loop(j, end[j], add_queries, (dq, none, none))
+        dq, dk, dv = jax.lax.fori_loop(0, num_seeing[j], add_queries, (dq, none, none))
         return dq, (dk, dv)
 
     dq, (dk, dv) = jax.lax.scan(
-        backward_block, jnp.zeros(q_blocks.shape, jnp.float32), jnp.arange(n)
+        backward_block, jnp.zeros(q_blocks.shape, jnp.float32), jnp.arange(len(q_blocks))
     )
     # dk needs no scale, since q is scaled.
     dk, dv = (_rows(x[:, :, :, None], k.shape).astype(k.dtype) for x in (dk, dv))
@@ -196,26 +237,34 @@ def _padded(x: Array, block_tokens: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block_tokens), *((0, 0),) * (x.ndim - 2)))
 
 
-def _reach(segment_ids: Int[Array, "B T"], window: int | None, block_tokens: int) -> Reach:
-    ids = _padded(segment_ids, block_tokens)
-    ids = jnp.where(ids == 0, -1 - jnp.arange(ids.shape[1], dtype=ids.dtype), ids)
-    blocks = ids.reshape(len(ids), -1, block_tokens).swapaxes(0, 1)
-    # Segments are contiguous: a block continues the segment of an earlier block if its first token
-    # has the segment of that block's last token.
-    n = jnp.arange(len(blocks))
-    continues = (blocks[:, None, :, 0] == blocks[None, :, :, -1]).any(axis=-1) & (n[:, None] > n)
-    first = jnp.where(continues.any(axis=1), continues.argmax(axis=1), n)
+def _cut(visibility: Visibility, window: int | None, block_tokens: int) -> _Blocks:
+    until, positions = (
+        _padded(x, block_tokens).reshape(len(x), -1, block_tokens).swapaxes(0, 1)
+        for x in visibility
+    )
+    n = jnp.arange(len(until))
+    sees = (until.max(axis=-1)[None] > n[:, None, None] * block_tokens) & (
+        n[:, None, None] >= n[:, None]
+    )
     if window is not None:
-        first = jnp.maximum(first, (n * block_tokens - (window - 1)) // block_tokens)
-    return Reach(blocks, first)
+        sees &= positions.min(axis=-1)[:, None] - positions.max(axis=-1) < window
+    # Every block sees itself, also one that is padded to its whole length.
+    return _Blocks(until, positions, sees.any(axis=-1) | jnp.eye(len(n), dtype=bool))
 
 
-def _sees(reach: Reach, i: Array, j: Array, window: int | None) -> Bool[Array, "B 1 1 C c"]:
+def _seen(sees: Bool[Array, "n n"]) -> tuple[Int[Array, "n n"], Int[Array, "_"]]:
+    """Return the blocks that each sees, in ascending order and first, and their number."""
+    return jnp.argsort(~sees, axis=1, stable=True), sees.sum(axis=1)
+
+
+def _sees(blocks: _Blocks, i: Array, j: Array, window: int | None) -> Bool[Array, "B 1 1 C c"]:
     """Mask of the keys of block j that the queries of block i see."""
-    offsets = jnp.arange(reach.segments.shape[2])
-    distance = (i - j) * len(offsets) + offsets[:, None] - offsets
-    sees = (distance >= 0) & (reach.segments[i][:, :, None] == reach.segments[j][:, None])
-    return (sees if window is None else sees & (distance < window))[:, None, None]
+    offsets = jnp.arange(blocks.until.shape[2])
+    places, keys = i * len(offsets) + offsets[:, None], j * len(offsets) + offsets
+    sees = (keys <= places) & (places < blocks.until[j][:, None])
+    if window is not None:
+        sees &= blocks.positions[i][:, :, None] - blocks.positions[j][:, None] < window
+    return sees[:, None, None]
 
 
 def _scores(

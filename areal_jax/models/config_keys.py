@@ -191,6 +191,26 @@ _EXPERTS: Final[Mapping[str, Rule]] = {
     "mlp_only_layers": Only(([], None)),
 }
 
+_LINEAR: Final[Mapping[str, Rule]] = {
+    **dict.fromkeys(
+        (
+            "linear_conv_kernel_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "full_attention_interval",
+            "partial_rotary_factor",
+        ),
+        "read",
+    ),
+    "attention_bias": Only((False, None)),
+    # Layers that predict several tokens, which are not read; the state here is always float32.
+    **dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "harmless"),
+    "mamba_ssm_dtype": Only(("float32", None)),
+    "attn_output_gate": Only((True, None)),
+}
+
 FAMILY_KEYS: Final[dict[Family, Mapping[str, Rule]]] = {
     # Its q, k and v always have biases.
     "Qwen2ForCausalLM": {**_WINDOWS, "attention_bias": Only((True,))},
@@ -286,6 +306,12 @@ FAMILY_KEYS: Final[dict[Family, Mapping[str, Rule]]] = {
         "scoring_func": Only(("sigmoid", None)),
         "topk_method": Only(("noaux_tc", None)),
     },
+    "Qwen3NextForCausalLM": {
+        **_EXPERTS,
+        **_LINEAR,
+        "shared_expert_intermediate_size": "read",
+    },
+    "Qwen3_5ForCausalLM": _LINEAR,
     # Keys of their language models; those of towers are in models/vision/config.py.
     "Qwen2_5_VLForConditionalGeneration": {
         "attention_bias": Only((True,)),

@@ -28,6 +28,7 @@ from areal_jax.models.activations import gated
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.blocked_attention import ATTENDED
 from areal_jax.models.config import LoRA, Remat
+from areal_jax.models.delta_rule import Filters, Mixed, Recur, RecurrentState, local_recurrence
 from areal_jax.models.moe import ROUTER, Experts, MoE, Routing, local_experts
 from areal_jax.models.traits import Activation, Traits
 from areal_jax.models.vision.tower import ImageFeatures, ImageInputs, VisionTower
@@ -110,19 +111,20 @@ class Policy:
             )
         self.config, self.lora = config, lora
         decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
-        self._layer: Any = nnx.graphdef(decoder.layers)
-        self._dense_layer: Any = nnx.graphdef(getattr(decoder, "dense_layers", decoder.layers))
+        self._graphs: dict[str, Any] = {
+            name: nnx.graphdef(getattr(decoder, name)) for name in _stacks(config)
+        }
         self._tower: Any = nnx.graphdef(decoder.vision) if config.vision else None
         self._abstract = jax.eval_shape(
-            lambda: _joined(nnx.to_pure_dict(nnx.state(Decoder(config, jax.random.key(0)))))
+            lambda: _joined(config, nnx.to_pure_dict(nnx.state(Decoder(config, jax.random.key(0)))))
         )
         axes = {
             path: variable.get_metadata("axes")
             for path, variable in nnx.to_flat_state(nnx.state(decoder))
         }
-        # The first layers have the axes of the others, except where these have experts.
+        # Layers of all kinds have the same axes, where they have the same parameters.
         named = {
-            ("layers", *path[1:]) if path[0] == "dense_layers" else path: names
+            ("layers", *path[1:]) if path[0] in _stacks(config) else path: names
             for path, names in axes.items()
         }
         self._axes = traverse_util.unflatten_dict(
@@ -153,6 +155,8 @@ class Policy:
         unroll: bool = False,
         remat: Remat = "none",
         experts: Experts = local_experts,
+        recur: Recur = local_recurrence,
+        num_tokens: Int[Array, "B"] | None = None,
         counted: Bool[Array, "B T"] | None = None,
         replay: Shaped[Array, "B T L k"] | None = None,
         records_experts: bool = False,
@@ -170,13 +174,17 @@ class Policy:
             positions: position of each token in its own sequence, for RoPE; of images [B, T, 3]
                 with time, row and column.
             attend: attention.
-            cache: state of `attend`: None, stacked [L, ...], or with `unroll` a tuple of L caches.
+            cache: state of `attend`: None, stacked [L, ...], or with `unroll` a tuple of L caches,
+                of which those of layers with linear attention are a `RecurrentState`.
             compute_dtype: dtype of activations and matrix products; norms, RoPE and softmax are
                 computed in float32.
             unroll: loop over layers in Python instead of a scan: slower to compile, but no slices
                 or copies of the cache.
             remat: activations of each layer that are saved for the backward pass.
             experts: computation of experts; on several devices `sharded_experts`.
+            recur: recurrence of linear attention, whose state is empty at position 0; on several
+                devices `sharded_recurrence`.
+            num_tokens: number of tokens of each row that change a `RecurrentState`; None: all.
             counted: mask of the tokens whose routing is summed; None for no sums.
             replay: recorded experts of each token in each layer with experts; see `MoE`.
             records_experts: whether the routing contains the experts of every token.
@@ -190,6 +198,8 @@ class Policy:
         """
         config = self.config
         angles = _angles(config, positions)
+        # Not read without linear attention.
+        starts = positions == 0
         local_angles = _local_angles(config, positions)
 
         def run_layer(
@@ -198,8 +208,7 @@ class Policy:
             window: int | None = None,
         ) -> tuple[Array, tuple[LayerCache, Routing | None]]:
             layer, layer_cache, layer_replay, added = layer_and_cache
-            graph = self._layer if "router" in layer["mlp"] else self._dense_layer
-            x, layer_cache, routing = nnx.merge(graph, layer)(
+            x, layer_cache, routing = nnx.merge(self._graph(layer), layer)(
                 x,
                 angles if window is None or local_angles is None else local_angles,
                 attend,
@@ -210,6 +219,7 @@ class Policy:
                 layer_replay,
                 records_experts,
                 absorbs,
+                partial(recur, starts=starts, counts=num_tokens),
             )
             return x if added is None else x + added, (layer_cache, routing)
 
@@ -246,11 +256,15 @@ class Policy:
             routing = stack(*routings) if routings else None
         else:
             # One scan for each run of layers with the same window, which is static in kernels, one
-            # for those to which features of images are added, and one for those without experts.
-            kinds = [(window, i < len(added), i < num_dense) for i, window in enumerate(windows)]
+            # for those to which features of images are added, one for those without experts, and
+            # one for those with linear attention.
+            kinds = [
+                (window, i < len(added), i < num_dense, i in config.linear_layers)
+                for i, window in enumerate(windows)
+            ]
             runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
             parts, routings, start = [], [], 0
-            for (window, is_added, is_dense), length in runs:
+            for (window, is_added, is_dense, _), length in runs:
                 layers, own_cache, own_replay = params["layers"], cache, by_layer
                 if len(runs) > 1:
                     layers = self._select(layers, start, length)
@@ -305,7 +319,7 @@ class Policy:
             # Not leaf[i], which a backward pass that accumulates gradients in place cannot
             # transpose.
             return self._map_layers(
-                lambda leaf, first: jax.lax.dynamic_index_in_dim(leaf, i - first, keepdims=False),
+                lambda leaf, place: jax.lax.dynamic_index_in_dim(leaf, place, keepdims=False),
                 layers,
                 i,
             )
@@ -336,23 +350,31 @@ class Policy:
         """Return the parameters of some layers of one kind, still stacked."""
         # Not leaf[i:j], as in `unstack`.
         return self._map_layers(
-            lambda leaf, first: jax.lax.dynamic_slice_in_dim(leaf, start - first, length),
+            lambda leaf, place: jax.lax.dynamic_slice_in_dim(leaf, place, length),
             layers,
             start,
         )
 
     def _map_layers(self, function: Callable[[Any, int], Any], layers: Params, i: int) -> Params:
-        """Apply a function to every leaf that layer i has, and the first layer that has it."""
+        """Apply a function to every leaf that layer i has, and the layer's place in it."""
         mapped = {}
         for path, leaf in traverse_util.flatten_dict(layers).items():
             has = self.config.layers_with(path)
             if i in has:
+                place = has.index(i)
                 mapped[path] = jax.tree.map(
-                    lambda x, first=has.start: function(x, first),
+                    lambda x, place=place: function(x, place),
                     leaf,
                     is_leaf=lambda x: isinstance(x, tuple),
                 )
         return traverse_util.unflatten_dict(mapped)
+
+    def _graph(self, layer: Params) -> Any:
+        """Return the modules of a layer with these parameters."""
+        if "linear" in layer:
+            return self._graphs["linear_layers"]
+        is_dense = "dense_layers" in self._graphs and "router" not in layer["mlp"]
+        return self._graphs["dense_layers" if is_dense else "layers"]
 
     def head(self, params: Params) -> Float[Array, "D V"]:
         """Matrix from hidden states to logits; if tied, the transpose of the embedding leaf."""
@@ -366,7 +388,7 @@ class Policy:
 
     def init(self, key: PRNGKeyArray) -> Params:
         """Sample random float32 parameters; jit it with out_shardings to make them in place."""
-        return _joined(nnx.to_pure_dict(nnx.state(Decoder(self.config, key))))
+        return _joined(self.config, nnx.to_pure_dict(nnx.state(Decoder(self.config, key))))
 
     def abstract(self, dtype: DTypeLike = jnp.float32) -> Params:
         """ShapeDtypeStruct of every parameter.
@@ -426,13 +448,10 @@ class Decoder(nnx.Module):
         table = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(_normal(embed_key, table, 0.02), axes=("vocab", "embed"))
         keys = jax.random.split(layers_key, config.num_hidden_layers)
-        num_dense = 0 if config.moe is None else config.moe.num_dense_layers
-        if num_dense:
-            dense = replace(config, moe=None)
-            self.dense_layers = nnx.vmap(lambda layer_key: Layer(dense, layer_key))(
-                keys[:num_dense]
-            )
-        self.layers = nnx.vmap(lambda layer_key: Layer(config, layer_key))(keys[num_dense:])
+        for name, numbers in _stacks(config).items():
+            own = replace(config, moe=None) if name == "dense_layers" else config
+            make = nnx.vmap(partial(Layer, own, is_linear=name == "linear_layers"))
+            setattr(self, name, make(keys[np.array(numbers)]))
         self.norm = _norm(config.hidden_size, "embed", config.traits)
         if config.is_scalar:
             self.value = nnx.Param(jnp.zeros((config.hidden_size, 1)), axes=("embed",))
@@ -444,18 +463,34 @@ class Decoder(nnx.Module):
             self.vision = VisionTower(config.vision, jax.random.fold_in(key, 0))
 
 
-def _joined(params: Params) -> Params:
-    """Join the leaves of the first layers, without experts, to those of the others."""
-    if "dense_layers" not in params:
-        return params
-    dense, others = (
-        traverse_util.flatten_dict(params[name]) for name in ("dense_layers", "layers")
-    )
-    joined = {
-        path: _concatenate([leaves[path] for leaves in (dense, others) if path in leaves])
-        for path in dense | others
+def _stacks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Numbers of the layers of each kind, by the name of their parameters in `Decoder`."""
+    num_dense = 0 if config.moe is None else config.moe.num_dense_layers
+    others = tuple(i for i in config.attention_layers if i >= num_dense)
+    stacks = {
+        "dense_layers": tuple(range(num_dense)),
+        "linear_layers": config.linear_layers,
+        "layers": others,
     }
-    rest = {name: tree for name, tree in params.items() if name != "dense_layers"}
+    return {name: numbers for name, numbers in stacks.items() if numbers}
+
+
+def _joined(config: ModelConfig, params: Params) -> Params:
+    """Join the leaves of layers of all kinds, in the order of the layers."""
+    stacks = _stacks(config)
+    if len(stacks) == 1:
+        return params
+    found: dict[tuple[str, ...], tuple[list[Any], list[int]]] = {}
+    for name, numbers in stacks.items():
+        for path, leaf in traverse_util.flatten_dict(params[name]).items():
+            leaves, layers = found.setdefault(path, ([], []))
+            leaves.append(leaf)
+            layers += numbers
+    joined = {
+        path: leaves[0] if len(leaves) == 1 else _concatenate(leaves)[np.argsort(layers)]
+        for path, (leaves, layers) in found.items()
+    }
+    rest = {name: tree for name, tree in params.items() if name not in stacks}
     return rest | {"layers": traverse_util.unflatten_dict(joined)}
 
 
@@ -469,11 +504,14 @@ def _concatenate(parts: list[Any]) -> Any:
 class Layer(nnx.Module):
     """Attention, then a gated MLP or a mixture of experts, both with norms and residual."""
 
-    def __init__(self, config: ModelConfig, key: PRNGKeyArray):
+    def __init__(self, config: ModelConfig, key: PRNGKeyArray, *, is_linear: bool = False):
         attn_key, mlp_key = jax.random.split(key)
         traits, width = config.traits, config.hidden_size
         self.eps, self.offset = config.rms_norm_eps, traits.norm_offset
-        self.attn = (LatentAttention if config.latent else Attention)(config, attn_key)
+        if is_linear:
+            self.linear = GatedDeltaNet(config, attn_key)
+        else:
+            self.attn = (LatentAttention if config.latent else Attention)(config, attn_key)
         if traits.norms != "after":
             self.attn_norm, self.mlp_norm = (_norm(width, "embed", traits) for _ in range(2))
         if traits.norms != "before":
@@ -500,13 +538,15 @@ class Layer(nnx.Module):
         replay: Shaped[Array, "B T k"] | None,
         records_experts: bool,
         absorbs: bool,
+        recur: Callable[..., tuple[Array, RecurrentState | None]],
     ) -> tuple[Float[Array, "B T D"], LayerCache, Routing | None]:
         normed = self._norm(x, "attn_norm")
-        attention, cache = (
-            self.attn(normed, angles, attend, cache, absorbs)
-            if isinstance(self.attn, LatentAttention)
-            else self.attn(normed, angles, attend, cache, window)
-        )
+        if hasattr(self, "linear"):
+            attention, cache = self.linear(normed, recur, cache)
+        elif isinstance(self.attn, LatentAttention):
+            attention, cache = self.attn(normed, angles, attend, cache, absorbs)
+        else:
+            attention, cache = self.attn(normed, angles, attend, cache, window)
         x = x + self._norm(attention, "attn_post_norm")
         normed = self._norm(x, "mlp_norm")
         mlp, routing = (
@@ -542,13 +582,12 @@ class Attention(nnx.Module):
         heads["v"] = heads["k"]
         *keys, o_key = jax.random.split(key, 4)
         for (name, (axis, n)), name_key in zip(heads.items(), keys, strict=True):
-            setattr(
-                self,
-                name,
-                nnx.Param(_normal(name_key, (D, n, H), D**-0.5), axes=("embed", axis, "head_dim")),
-            )
+            size = 2 * H if name == "q" and self.traits.gates_attention else H
+            weight = _normal(name_key, (D, n, size), D**-0.5)
+            setattr(self, name, nnx.Param(weight, axes=("embed", axis, "head_dim")))
             if self.bias:
-                setattr(self, f"{name}_bias", nnx.Param(jnp.zeros((n, H)), axes=(axis, "head_dim")))
+                bias = nnx.Param(jnp.zeros((n, size)), axes=(axis, "head_dim"))
+                setattr(self, f"{name}_bias", bias)
         N = config.num_attention_heads
         self.o = nnx.Param(
             _normal(o_key, (N, H, D), (N * H) ** -0.5), axes=("heads", "head_dim", "embed")
@@ -574,6 +613,9 @@ class Attention(nnx.Module):
         window: int | None,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         q, k, v = (self._project(x, name) for name in ("q", "k", "v"))
+        gate = None
+        if self.traits.gates_attention:
+            q, gate = jnp.split(q, 2, axis=-1)
         if self.qk_norm:
             q, k = self._normed(q, self.q_norm[...]), self._normed(k, self.k_norm[...])
         q, k = (_rotate(each, angles, self.traits.rope_interleaved) for each in (q, k))
@@ -585,6 +627,8 @@ class Attention(nnx.Module):
             out, cache = attend(q, k, v, cache, window)
         else:
             out, cache = attend(q, k, v, cache)
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
         B, T, N, H = out.shape
         out = _product(out.reshape(B, T, N * H), self.o.get_value(), num_inputs=2)
         return out + self.o_bias[...].astype(x.dtype) if self.output_bias else out, cache
@@ -713,6 +757,58 @@ def _with_matrix(
         return base + w.scale * update
     part = w[..., outputs].astype(x.dtype)
     return jnp.einsum("btnh,rnh->btnr" if is_transposed else "btnr,rnh->btnh", x, part)
+
+
+class GatedDeltaNet(nnx.Module):
+    """Linear attention by the gated delta rule (arXiv:2412.06464, as in Qwen3-Next).
+
+    The decay of a value head is exp(-exp(a_log) · softplus(a(x) + dt_bias)), its rate is
+    sigmoid(b(x)). Each head of the result is normalized, and multiplied by silu(z(x)).
+    """
+
+    def __init__(self, config: ModelConfig, key: PRNGKeyArray):
+        assert config.linear is not None
+        linear, D, self.eps = config.linear, config.hidden_size, config.rms_norm_eps
+        H, E, W = (
+            linear.linear_key_head_dim,
+            linear.linear_value_head_dim,
+            linear.linear_conv_kernel_dim,
+        )
+        K, V = linear.linear_num_key_heads, linear.linear_num_value_heads
+        shapes = {"q": (K, H), "k": (K, H), "v": (V, E), "z": (V, E), "b": (V,), "a": (V,)}
+        *keys, conv_key, a_key, o_key = jax.random.split(key, 9)
+        axes = ("kv_heads", "head_dim")
+        for (name, shape), name_key in zip(shapes.items(), keys, strict=True):
+            weight = _normal(name_key, (D, *shape), D**-0.5)
+            setattr(self, name, nnx.Param(weight, axes=("embed", *axes[: len(shape)])))
+        for i, name in enumerate(("q", "k", "v")):
+            taps = _normal(jax.random.fold_in(conv_key, i), (*shapes[name], W), W**-0.5)
+            setattr(self, f"conv_{name}", nnx.Param(taps, axes=axes))
+        self.a_log = nnx.Param(
+            jnp.log(jax.random.uniform(a_key, (V,), minval=0.01, maxval=16.0)), axes=("kv_heads",)
+        )
+        self.dt_bias = nnx.Param(jnp.ones(V), axes=("kv_heads",))
+        self.norm = nnx.Param(jnp.ones(E), axes=("head_dim",))
+        self.o = nnx.Param(_normal(o_key, (V, E, D), (V * E) ** -0.5), axes=(*axes, "embed"))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        recur: Callable[..., tuple[Array, RecurrentState | None]],
+        state: RecurrentState | None,
+    ) -> tuple[Float[Array, "B T D"], RecurrentState | None]:
+        q, k, v, z, b, a = (
+            _product(x, getattr(self, name).get_value()) for name in ("q", "k", "v", "z", "b", "a")
+        )
+        wide = a.astype(jnp.float32) + self.dt_bias[...]
+        log_decay = -jnp.exp(self.a_log[...]) * jax.nn.softplus(wide)
+        inputs = Mixed(q, k, v, log_decay, jax.nn.sigmoid(b.astype(jnp.float32)))
+        filters = Filters(*(getattr(self, f"conv_{name}")[...] for name in ("q", "k", "v")))
+        out, state = recur(inputs, filters, state=state)
+        out = _rms_norm(out, self.norm[...], self.eps, 0.0)
+        out = (out * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
+        B, T, V, E = out.shape
+        return _product(out.reshape(B, T, V * E), self.o.get_value(), num_inputs=2), state
 
 
 class MLP(nnx.Module):

@@ -128,6 +128,22 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
         "model.layers.{}.mlp.shared_expert.down_proj.weight", 1
     ),
     ("layers", "mlp", "shared_gate"): _Entry("model.layers.{}.mlp.shared_expert_gate.weight", 1),
+    **{
+        ("layers", "linear", name): _Entry(
+            f"model.layers.{{}}.linear_attn.in_proj_{name}.weight", 1
+        )
+        for name in ("q", "k", "v", "z", "b", "a")
+    },
+    **{
+        ("layers", "linear", f"conv_{name}"): _Entry(
+            f"model.layers.{{}}.linear_attn.conv1d_{name}.weight", 0
+        )
+        for name in ("q", "k", "v")
+    },
+    ("layers", "linear", "a_log"): _Entry("model.layers.{}.linear_attn.A_log", 0),
+    ("layers", "linear", "dt_bias"): _Entry("model.layers.{}.linear_attn.dt_bias", 0),
+    ("layers", "linear", "norm"): _Entry("model.layers.{}.linear_attn.norm.weight", 0),
+    ("layers", "linear", "o"): _Entry("model.layers.{}.linear_attn.out_proj.weight", 2),
     ("layers", "attn", "sinks"): _Entry("model.layers.{}.self_attn.sinks", 0),
     ("layers", "mlp", "selection_bias"): _Entry(
         "model.layers.{}.mlp.gate.e_score_correction_bias", 0
@@ -172,6 +188,10 @@ class _Tensor(NamedTuple):
     """Part of the tensor in the file; empty: all."""
     file_shape: tuple[int, ...] = ()
     """Shape of the whole tensor in the file; empty: `shape`."""
+    numbers: tuple[int, ...] = ()
+    """Layer, or layer and expert, in the file."""
+    num_groups: int = 1
+    """Equal groups of the first dimension, of each of which `part` is a part."""
 
     def from_file(self, array: np.ndarray) -> np.ndarray:
         """Convert from the layout of the file to that of the leaf."""
@@ -183,11 +203,22 @@ class _Tensor(NamedTuple):
             array = array.reshape(self.shape[::-1]).T
         return np.ascontiguousarray(array.reshape(self.shape))
 
+    def grouped(self, whole: np.ndarray) -> np.ndarray:
+        """Return the whole tensor with a leading dimension for the groups."""
+        return whole.reshape(self.num_groups, -1, *whole.shape[1:])
+
+    def write(self, whole: np.ndarray, array: np.ndarray) -> None:
+        """Write the part, in the layout of the file, to the whole tensor."""
+        view = self.grouped(whole)[:, *self.part]
+        view[...] = array.reshape(view.shape)
+
     def read(self, source: Source) -> np.ndarray:
         """Read the part of the leaf."""
         if not self.part:
             return self.from_file(source.file.get_tensor(self.name))
         header = source.file.get_slice(self.name)
+        if self.num_groups > 1:
+            return self.from_file(self.grouped(header[:])[:, *self.part].reshape(self.shape))
         if self.part[-1].step is None:
             return self.from_file(header[self.part])
         # safetensors reads no steps.
@@ -408,17 +439,18 @@ def _tensors(
     if (fusion := _fusion(policy, path)) is None:
         yield from _own_tensors(policy, path, leaf)
         return
-    (name, paths, step), leaves = fusion, _leaves(policy.abstract())
+    (name, paths, step, num_groups), leaves = fusion, _leaves(policy.abstract())
     index, axis = paths.index(path), -1 if step else 0
     sizes = [next(_own_tensors(policy, each, leaves[each])).shape[axis] for each in paths]
-    total, start = sum(sizes), sum(sizes[:index])
-    span = slice(index, total, step) if step else slice(start, start + sizes[index])
+    total, start, size = sum(sizes), sum(sizes[:index]) // num_groups, sizes[index] // num_groups
+    span = slice(index, total, step) if step else slice(start, start + size)
     for tensor in _own_tensors(policy, path, leaf):
         rest = tuple(slice(None) for _ in tensor.shape[1:])
         yield tensor._replace(
-            name=name.format(*tensor.stack_index),
+            name=name.format(*tensor.numbers),
             part=(*rest, span) if step else (span, *rest),
             file_shape=(*tensor.shape[:-1], total) if step else (total, *tensor.shape[1:]),
+            num_groups=num_groups,
         )
 
 
@@ -440,23 +472,35 @@ def _own_tensors(
         shape = math.prod(leaf_shape[num_inputs:]), math.prod(leaf_shape[:num_inputs])
     elif "attn" in path[:-1] and path[-1].endswith("_bias"):
         shape = (math.prod(leaf_shape),)
-    first = policy.config.layers_with(path[1:]).start if path[0] == "layers" else 0
+    elif path[-1].startswith("conv_"):
+        # torch has a dimension for the inputs of a channel.
+        shape = (math.prod(leaf_shape[:-1]), 1, leaf_shape[-1])
+    layers = policy.config.layers_with(path[1:]) if path[0] == "layers" else range(leaf.shape[0])
     for index in np.ndindex(leaf.shape[:num_stacked]):
-        numbers = (first + index[0], *index[1:]) if index else index
-        yield _Tensor(name.format(*numbers), shape, index, num_inputs, leaf_shape)
+        numbers = (layers[index[0]], *index[1:]) if index else index
+        named = name.format(*numbers)
+        yield _Tensor(named, shape, index, num_inputs, leaf_shape, numbers=numbers)
 
 
 def _fusion(
     policy: Policy, path: tuple[str, ...]
-) -> tuple[str, tuple[tuple[str, ...], ...], int] | None:
-    """Name of the tensor in which a leaf is fused with others, their paths, and the number of
-    interleaved leaves (0: they follow each other); None: it has its own tensors.
+) -> tuple[str, tuple[tuple[str, ...], ...], int, int] | None:
+    """Name of the tensor in which a leaf is fused with others, their paths, the number of
+    interleaved leaves (0: they follow each other), and the number of groups in each of which they
+    do; None: it has its own tensors.
     """
     traits, paths = policy.config.traits, {entry.name: path for path, entry in _ENTRIES.items()}
-    for fused, is_interleaved in ((traits.fused, False), (traits.interleaved, True)):
+    linear = policy.config.linear
+    num_heads = 1 if linear is None else linear.linear_num_key_heads
+    for fused, is_interleaved, num_groups in (
+        (traits.fused, False, 1),
+        (traits.interleaved, True, 1),
+        (traits.fused_by_head, False, num_heads),
+    ):
         for name, parts in fused.items():
             if _ENTRIES[path].name in parts:
-                return name, tuple(paths[part] for part in parts), len(parts) * is_interleaved
+                leaves = tuple(paths[part] for part in parts)
+                return name, leaves, len(parts) * is_interleaved, num_groups
     return None
 
 
@@ -560,6 +604,8 @@ def _is_extra(policy: Policy, name: str) -> bool:
     if not policy.config.traits.has_unread_layers:
         return False
     layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if name.startswith("mtp."):
+        return True
     return layer is not None and int(layer[1]) >= policy.config.num_hidden_layers
 
 
@@ -686,7 +732,7 @@ def _to_files(policy: Policy, params: Params) -> Iterator[tuple[str, np.ndarray]
                 continue
             whole = np.empty(first.file_shape, filled[0].dtype)
             for (_, tensor), array in zip(parts, filled, strict=True):
-                whole[tensor.part] = array
+                tensor.write(whole, array)
             yield first.name, whole
 
 

@@ -414,10 +414,10 @@ def _tensors(policy: Policy) -> Iterator[_Tensor]:
             shape = leaves[*place.path, letter].shape
             split = 1 + (place.num_inputs if letter == "a" else 1)
             file_shape = math.prod(shape[split:]), math.prod(shape[1:split])
-            for layer in range(shape[0]):
+            for i, layer in enumerate(policy.config.layers_with(place.path[1:])):
                 module = f"base_model.model.model.layers.{layer}.{place.module}"
                 name = f"{module}.lora_{letter.upper()}.weight"
-                yield _Tensor(name, file_shape, (*place.path, letter), layer)
+                yield _Tensor(name, file_shape, (*place.path, letter), i)
 
 
 class _Fused(NamedTuple):
@@ -511,21 +511,27 @@ def _patterns(lora: LoRA, modules: Sequence[str]) -> tuple[dict[str, int], dict[
     return ranks, {name: lora.alpha * count**power for name, count in counts.items()}
 
 
+def find_targets(policy: Policy) -> tuple[Target, ...]:
+    """Return the targets of which a policy has matrices."""
+    leaves = _leaves(policy.abstract())
+    # With PEFT, the names of an MLP are those of shared experts too, which have no adapters here.
+    hidden = {"mlp"} if policy.config.moe is not None else set()
+    return tuple(
+        target
+        for target, place in _PLACES.items()
+        if place.path in leaves and place.path[1] not in hidden
+    )
+
+
 def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> Params:
     """Make a tree of the targets from their leaves in a tree like the parameters."""
     leaves = _leaves(like)
     places = {target: _PLACES[target] for target in _targets(policy)}
-    # With PEFT, the names of an MLP are those of shared experts too, which have no adapters here.
-    hidden = {"mlp"} if policy.config.moe is not None else set()
-    has = {
-        target
-        for target, place in _PLACES.items()
-        if place.path in leaves and place.path[1] not in hidden
-    }
+    has = find_targets(policy)
     if missing := [target for target in places if target not in has]:
         raise ValueError(
             f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}; "
-            f"choose from {', '.join(target for target in _PLACES if target in has)}"
+            f"choose from {', '.join(has)}"
         )
     for module, parts in _FUSED.items():
         lacking = sorted(set(parts) - set(places))

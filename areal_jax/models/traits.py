@@ -53,6 +53,11 @@ class Traits(NamedTuple):
     """Whether embeddings are multiplied by sqrt(hidden_size)."""
     has_latent_attention: bool = False
     """Whether keys and values are products with a latent vector (MLA)."""
+    has_linear_attention: bool = False
+    """Whether some layers have linear attention (Gated DeltaNet)."""
+    gates_attention: bool = False
+    """Whether the result of attention is multiplied by the sigmoid of a gate, whose matrix is that
+    of queries: twice as many outputs per head, of which the gate has the last."""
     has_sinks: bool = False
     """Whether each head has a learned score that takes a share of the softmax."""
     rope_by_window: bool = False
@@ -84,6 +89,8 @@ class Traits(NamedTuple):
     """Tensors that contain several of Llama's, with these names, along the outputs."""
     interleaved: Mapping[str, tuple[str, ...]] = _NONE
     """Like `fused`, but output i of part j is number i · parts + j of the last dimension."""
+    fused_by_head: Mapping[str, tuple[str, ...]] = _NONE
+    """Like `fused`, but for each key head of linear attention by itself."""
 
 
 _LAYER = "model.layers.{}."
@@ -106,6 +113,26 @@ _OLMO_NORMS = {
 }
 _OLMO = {"rms_norm_eps": 1e-5}
 _EXPERTS = f"{_LAYER}mlp.experts."
+_LINEAR = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+
+def _linear_names(*parts: str) -> tuple[str, ...]:
+    return tuple(f"{_LAYER}linear_attn.in_proj_{part}.weight" for part in parts)
+
+
+_FUSED_CONVOLUTION = {
+    f"{_LAYER}linear_attn.conv1d.weight": tuple(
+        f"{_LAYER}linear_attn.conv1d_{part}.weight" for part in ("q", "k", "v")
+    )
+}
 
 TRAITS: dict[str, Traits] = {
     "Qwen2ForCausalLM": Traits(
@@ -247,6 +274,44 @@ TRAITS: dict[str, Traits] = {
             )
             for name in ("gate", "up", "down")
         },
+    ),
+    "Qwen3NextForCausalLM": Traits(
+        "qwen3_next",
+        _LINEAR
+        | {
+            "num_key_value_heads": 2,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+        },
+        qk_norm=True,
+        norm_offset=1.0,
+        rotates_part=True,
+        has_linear_attention=True,
+        gates_attention=True,
+        is_moe=True,
+        has_unread_layers=True,
+        not_null=("head_dim", "num_key_value_heads"),
+        fused=_FUSED_CONVOLUTION,
+        fused_by_head={
+            f"{_LAYER}linear_attn.in_proj_qkvz.weight": _linear_names("q", "k", "v", "z"),
+            f"{_LAYER}linear_attn.in_proj_ba.weight": _linear_names("b", "a"),
+        },
+    ),
+    "Qwen3_5ForCausalLM": Traits(
+        "qwen3_5_text",
+        _LINEAR | {"num_key_value_heads": 4},
+        qk_norm=True,
+        norm_offset=1.0,
+        rotates_part=True,
+        has_linear_attention=True,
+        gates_attention=True,
+        has_unread_layers=True,
+        not_null=("head_dim", "num_key_value_heads"),
+        fused=_FUSED_CONVOLUTION
+        | {f"{_LAYER}linear_attn.in_proj_qkv.weight": _linear_names("q", "k", "v")},
     ),
     "Qwen2_5_VLForConditionalGeneration": Traits(
         "qwen2_5_vl",

@@ -80,11 +80,12 @@ def test_every_sequence_is_prefilled_once_in_a_row_long_enough(monkeypatch: pyte
     def program(verb: str, rows: int, length: int) -> Callable[..., Any]:
         def run(
             params: Any,
-            pages: Any,
+            kept: Any,
             tokens: np.ndarray,
             table: np.ndarray,
             starts: np.ndarray,
             counts: np.ndarray,
+            slots: np.ndarray,
         ) -> Any:
             assert tokens.shape == (rows, length)
             for row in np.flatnonzero(counts).tolist():
@@ -93,7 +94,7 @@ def test_every_sequence_is_prefilled_once_in_a_row_long_enough(monkeypatch: pyte
                 assert starts[row] == fills[i].start
                 seen.append(i)
             shapes.append((verb, rows, length))
-            return pages, None
+            return kept, None
 
         return run
 

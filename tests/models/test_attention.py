@@ -15,7 +15,7 @@ from areal_jax.models.attention import (
     packed_attention,
     sharded_attention,
 )
-from areal_jax.models.blocked_attention import blocked_attention
+from areal_jax.models.blocked_attention import Visibility, blocked_attention
 from areal_jax.models.kernel_attention import gpu_attention, tpu_attention
 from areal_jax.parallel.sharding import TRAIN_RULES
 
@@ -72,13 +72,14 @@ def test_distant_scores_do_not_overflow():
 T, WINDOW = 300, 37
 # Segments of 100, 130 and 50 tokens, then padding; and one segment of the complete row.
 SEGMENTS = jnp.asarray([[1] * 100 + [2] * 130 + [3] * 50 + [0] * 20, [1] * T])
+VISIBILITY = Visibility.of_segments(SEGMENTS)
 ARRAYS = draw(2, T, 4, 8), draw(2, T, 2, 8, seed=1), draw(2, T, 2, 8, seed=2)
 
 WAYS: dict[str, Callable[..., jax.Array]] = {
     "dense": lambda q, k, v, window: packed_attention(SEGMENTS)(q, k, v, None, window)[0],
-    "blocked": lambda q, k, v, window: blocked_attention(q, k, v, SEGMENTS, window),
+    "blocked": lambda q, k, v, window: blocked_attention(q, k, v, VISIBILITY, window),
     "blocked, small blocks": lambda q, k, v, window: blocked_attention(
-        q, k, v, SEGMENTS, window, 16
+        q, k, v, VISIBILITY, window, 16
     ),
     "gpu": lambda q, k, v, window: gpu_attention(q, k, v, SEGMENTS, interpret=True),
     "tpu": lambda q, k, v, window: tpu_attention(q, k, v, SEGMENTS, window=window, interpret=True),
@@ -219,7 +220,7 @@ def test_blocked_attention_with_sinks_matches_the_formula(window: int | None) ->
     expected = run(formula)
     assert jnp.abs(expected[1][3]).min() > 1e-3
     for attend in (
-        lambda q, k, v, s: blocked_attention(q, k, v, SEGMENTS, window, sinks=s),
+        lambda q, k, v, s: blocked_attention(q, k, v, VISIBILITY, window, sinks=s),
         lambda q, k, v, s: packed_attention(SEGMENTS)(q, k, v, None, window, s)[0],
     ):
         jax.tree.map(

@@ -111,7 +111,9 @@ def test_cached_decode_equals_full_forward(architecture, unroll):
     assert_close(cached, forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT))
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3_5ForCausalLM"]
+)
 def test_scan_equals_unrolled_layers(architecture):
     policy = tiny_policy(architecture)
     params = random_params(policy)

@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import masked_attention, packed_attention
 from areal_jax.models.decoder import Attend, Params, Policy
+from areal_jax.models.delta_rule import RecurrentState, state_shapes
 
 SIZES = {
     "vocab_size": 40,
@@ -55,6 +56,17 @@ LATENT = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+LINEAR = {
+    "head_dim": 4,
+    "num_hidden_layers": 4,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "partial_rotary_factor": 0.5,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")],
+}
 FAMILY: dict[str, Mapping[str, object]] = {
     "Qwen3MoeForCausalLM": EXPERTS,
     "Qwen3ForCausalLM": {"head_dim": 4},
@@ -64,6 +76,8 @@ FAMILY: dict[str, Mapping[str, object]] = {
     "Olmo3ForCausalLM": {"sliding_window": 3},
     "Qwen2MoeForCausalLM": EXPERTS | {"shared_expert_intermediate_size": 8},
     "DeepseekV3ForCausalLM": LATENT,
+    "Qwen3NextForCausalLM": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 8},
+    "Qwen3_5ForCausalLM": LINEAR,
     "Qwen2_5_VLForConditionalGeneration": VISION
     | {"vision_config": VISION["vision_config"] | {"window_size": 8, "fullatt_block_indexes": [1]}},
     "Qwen3VLForConditionalGeneration": VISION
@@ -112,6 +126,12 @@ def cached_hidden(
     """Compute final hidden states: the first `prompt` tokens by prefill, the others by decode
     steps.
     """
+    config, empty = policy.config, None
+    if config.linear is not None:
+        shapes = state_shapes(config.linear, len(tokens), jnp.float32)
+        state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        layers = range(config.num_hidden_layers)
+        empty, unroll = tuple(state if i in config.linear_layers else None for i in layers), True
     hidden = partial(policy.hidden, params, compute_dtype=jnp.float32, unroll=unroll)
     step_of = jax.jit(
         lambda token, step, caches: hidden(
@@ -121,13 +141,17 @@ def cached_hidden(
     segments = jnp.ones_like(tokens[:, :prompt])
     positions = jnp.broadcast_to(jnp.arange(prompt), segments.shape)
     prefill = jax.jit(
-        lambda tokens: hidden(tokens, positions, _attend_keeping(packed_attention(segments)))
+        lambda tokens: hidden(tokens, positions, _attend_keeping(packed_attention(segments)), empty)
     )
     row, caches, _ = prefill(tokens[:, :prompt])
     token_axis = 1 if unroll else 2  # behind B, or behind L and B
     room = [(0, 0)] * (4 if unroll else 5)
     room[token_axis] = (0, tokens.shape[1] - prompt)
-    caches = jax.tree.map(lambda cache: jnp.pad(cache, room), caches)
+    caches = jax.tree.map(
+        lambda cache: cache if isinstance(cache, RecurrentState) else jnp.pad(cache, room),
+        caches,
+        is_leaf=lambda cache: isinstance(cache, RecurrentState),
+    )
     rows = [row]
     for step in range(prompt, tokens.shape[1]):
         row, caches, _ = step_of(tokens[:, step : step + 1], step, caches)

@@ -22,16 +22,28 @@ class CacheInsert(NamedTuple):
     """By data shard: pages to copy, as (from, to)."""
     num_tokens: dict[int, int]
     """By slot: cached tokens."""
+    states: list[list[tuple[int, int]]]
+    """By data shard: slots, numbered within it, whose recurrent states to copy, as (from, to)."""
 
 
 class KVCacheManager:
     """Allocates pages for sequences and plans which keys and values are computed next.
 
     A prompt is prefilled once per data shard for all sequences of its group.
+
+    With linear attention, whose recurrent state is known after the last token alone, no cached
+    prefix is reused, and a prompt is shared by the sequences that join before its prefill is
+    complete. The state is in the slot of the first of them, from which the others copy it.
     """
 
-    def __init__(self, table: PageTable, chunk_tokens: int):
-        self.table, self._chunk_tokens = table, chunk_tokens
+    def __init__(self, table: PageTable, chunk_tokens: int, *, has_states: bool = False):
+        """
+        Args:
+            table: pages.
+            chunk_tokens: most tokens of a prefill chunk.
+            has_states: whether sequences have recurrent states.
+        """
+        self.table, self._chunk_tokens, self._has_states = table, chunk_tokens, has_states
         self.jobs: list[PrefillJob] = []
         """Prefill jobs that are incomplete, or were added since the last `next_chunks`."""
 
@@ -64,7 +76,11 @@ class KVCacheManager:
         table, shard, tokens = self.table, self.table.shard(slot), sequence.cached_tokens()
         pool, num_full = table.pools[shard], len(tokens) // table.page_tokens
         job = None if prompts is None else prompts.get(shard)
-        cached = [] if job else pool.match_prefix(tokens)
+        if prompts is not None and job is not None and self._has_states and job not in self.jobs:
+            # The state at its end has changed since.
+            self.close_prompts({shard: prompts.pop(shard)})
+            job = None
+        cached = [] if job or self._has_states else pool.match_prefix(tokens)
         num_shared = len(cached) if prompts is None else num_full
         num_own = table.num_pages(len(tokens) + num_new) - num_shared
         is_new_prompt = prompts is not None and job is None
@@ -95,10 +111,17 @@ class KVCacheManager:
     def free(self, sequence: Sequence) -> None:
         """Release a sequence's pages; those that the current weights have computed stay cached."""
         if (job := sequence.prefill) is not None:
+            if self._has_states and job.sequences[0] is sequence:
+                # Its slot has the state.
+                job.num_computed = 0
             job.sequences.remove(sequence)
             sequence.prefill = None
             self._drop_if_unused(job)
-        is_reusable = sequence.state is SequenceState.RUNNING and not sequence.is_outdated
+        is_reusable = (
+            sequence.state is SequenceState.RUNNING
+            and not sequence.is_outdated
+            and not self._has_states
+        )
         self.table.release(sequence, sequence.cached_tokens() if is_reusable else None)
 
     def close_prompts(self, prompts: dict[int, PrefillJob]) -> None:
@@ -130,8 +153,12 @@ class KVCacheManager:
         for job in self.jobs:
             left = len(job.tokens) - job.num_computed
             is_long = left > self._chunk_tokens
+            if self._has_states and not job.sequences:
+                continue
             if left and not (is_long and has_long and others_run):
-                chunks.append(self._chunk(job.tokens, job.num_computed, job.pages, job.shard))
+                slot = job.sequences[0].slot if job.sequences else None
+                chunk = self._chunk(job.tokens, job.num_computed, job.pages, job.shard)
+                chunks.append(chunk._replace(slot=slot))
                 job.num_computed += len(chunks[-1].tokens)
                 has_long |= is_long
         complete = [job for job in self.jobs if job.num_computed == len(job.tokens)]
@@ -141,10 +168,14 @@ class KVCacheManager:
     def complete(self, jobs: list[PrefillJob]) -> CacheInsert:
         """Cache the prefixes of complete jobs, and pass the pages to their sequences."""
         table = self.table
-        insert = CacheInsert([[] for _ in table.pools], {})
+        insert = CacheInsert([[] for _ in table.pools], {}, [[] for _ in table.pools])
         for job in jobs:
             pool, last = table.pools[job.shard], len(job.tokens) // table.page_tokens
-            pool.cache_prefix(job.tokens, job.pages)
+            if not self._has_states:
+                pool.cache_prefix(job.tokens, job.pages)
+            first = table.slots(job.shard)[0]
+            slots = [each.slot - first for each in job.sequences if each.slot is not None]
+            insert.states[job.shard] += [(slots[0], slot) for slot in slots[1:]]
             for sequence in job.sequences:
                 assert sequence.slot is not None
                 insert.num_tokens[sequence.slot] = len(job.tokens)
@@ -172,6 +203,8 @@ class KVCacheManager:
     def rebuild(self, sequences: SequenceOf[Sequence]) -> Iterator[list[PrefillChunk]]:
         """Plan the recomputation of the pages of running sequences; shared pages once, and first.
 
+        Recurrent states are recomputed with them, for each sequence from its first token on.
+
         Yields:
             Chunks that may be computed together, after all those before.
         """
@@ -186,6 +219,8 @@ class KVCacheManager:
         computed = set[tuple[PagePool, int]]()
         first: list[tuple[int, int, int]] = []
         # The longest first: it contains the prefixes of the others.
+        if self._has_states:
+            num_common = [0] * len(sequences)
         for i in sorted(range(len(sequences)), key=lambda i: -num_common[i]):
             common = full[i][: num_common[i]]
             if common and common[-1] not in computed:
@@ -208,7 +243,8 @@ class KVCacheManager:
         self, sequence: Sequence, tokens: Int32[np.ndarray, "_"], start: int
     ) -> PrefillChunk:
         assert sequence.slot is not None
-        return self._chunk(tokens, start, sequence.pages, self.table.shard(sequence.slot))
+        shard = self.table.shard(sequence.slot)
+        return self._chunk(tokens, start, sequence.pages, shard)._replace(slot=sequence.slot)
 
     def _chunk(
         self, tokens: Int32[np.ndarray, "_"], start: int, pages: list[int], shard: int

@@ -65,8 +65,11 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 SIZES = {
     "vocab_size": 40,
@@ -162,7 +165,46 @@ def later_families() -> dict[str, PreTrainedModel]:
         "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
     }
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    linear = {
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        # Otherwise the norm of small results amplifies the rounding of float32 beyond 1e-4.
+        "rms_norm_eps": 1e-2,
+    }
     return {
+        "qwen3_next": Qwen3NextForCausalLM(
+            Qwen3NextConfig(
+                **sampled_sizes(13) | {"num_hidden_layers": 4, "hidden_size": 32},
+                **linear,
+                **experts,
+                head_dim=8,
+                shared_expert_intermediate_size=20,
+                router_aux_loss_coef=0.1,
+                **tokens,
+            )
+        ),
+        "qwen3_5": Qwen3_5ForCausalLM(
+            Qwen3_5TextConfig(
+                **sampled_sizes(14) | {"num_hidden_layers": 4, "hidden_size": 32},
+                **linear,
+                head_dim=8,
+                layer_types=[
+                    f"{kind}_attention" for kind in ("linear", "full", "linear", "linear")
+                ],
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": 1000.0,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [1, 1, 0],
+                    "mrope_interleaved": True,
+                },
+                tie_word_embeddings=True,
+                **tokens,
+            )
+        ),
         "mistral": MistralForCausalLM(
             MistralConfig(**sampled_sizes(1), head_dim=12, sliding_window=5, **tokens)
         ),
@@ -339,7 +381,11 @@ def main(names: list[str]) -> None:
         for path, parameter in model.named_parameters():
             fan_in = parameter.shape[-1] if parameter.ndim == 2 and "embed" not in path else 4
             sampled = torch.randn(parameter.shape) / fan_in**0.5
-            parameter.data = (1 + sampled if "norm" in path else sampled).to(torch.bfloat16).float()
+            # Norms of these two store the difference from 1.
+            is_scale = "norm" in path and not (
+                name in ("qwen3_next", "qwen3_5") and "linear_attn" not in path
+            )
+            parameter.data = (1 + sampled if is_scale else sampled).to(torch.bfloat16).float()
         tokens = torch.randint(SIZES["vocab_size"], (2, 16))
         is_moe = hasattr(model.config, "num_experts")
         out = model.float().eval()(
