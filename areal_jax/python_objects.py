@@ -61,7 +61,8 @@ def _import_path(value: Any) -> str | None:
     found = sys.modules.get(str(module))
     if found is None or found.__name__ == "__main__" or getattr(found, name, None) is not value:
         return None  # also what is defined in a function or a class
-    if "." in found.__name__ and getattr(found, "__package__", ""):
+    parts = found.__name__.split(".")  # files that are loaded by path have other names
+    if len(parts) > 1 and all(part.isidentifier() for part in parts):
         return f"{found.__name__}:{name}"
     file = getattr(found, "__file__", None)
     return f"{Path(file).resolve()}:{name}" if file and file.endswith(".py") else None

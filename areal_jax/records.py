@@ -32,6 +32,9 @@ NO_VERSION = -1
 """Version of a token that no policy sampled: prompts, feedback, tool output."""
 
 
+ENVIRONMENT = "environment"
+"""Kind of tasks that are seeds of an environment, which rewards its episodes itself."""
+
 IMAGE = "<image>"
 """Place of an image in the text of a message."""
 
@@ -338,6 +341,9 @@ class Sample:
     """Recorded experts of each token in each layer; `native_expert` where there are none."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward, as the reward function returned them."""
+    token_rewards: Float32[np.ndarray, "T"] | None = None
+    """The parts of the reward that an environment gave for single turns, on the last token of each.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -407,6 +413,9 @@ class PackedBatch(NamedTuple):
     experts: Shaped[np.ndarray, "B T L k"] | None = None
     """Recorded experts; `native_expert` in padding."""
     images: PackedImages | None = None
+    visible_until: Int32[np.ndarray, "B T"] | None = None
+    """First place in its row that does not see a token, where sequences share tokens; 0 in
+    padding."""
 
 
 @dataclass(frozen=True, slots=True)

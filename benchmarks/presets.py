@@ -1,6 +1,7 @@
 """Presets of algorithms: learning of the embedded policy in 30 steps, and cost versus GRPO.
 
-    python benchmarks/presets.py
+    python benchmarks/presets.py            # learning: runs what is missing
+    python benchmarks/presets.py --costs
 
 Learning: `areal-train --exp=aime algorithm=NAME num_steps=30`, with pass@1 on 512
 held-out problems before and after. Cost: one optimizer update on the batch of rl_step_cpu.py (32
@@ -8,8 +9,8 @@ sequences of 80 tokens, 4 layers), the presets in turns, without reference polic
 M2PO needs the log-probabilities of a whole mini-batch before its update: one more forward pass than
 the others if there is one update per step.
 
-Appends to results/presets.jsonl. Takes about 15 minutes on two idle CPU cores. Finished runs are
-not repeated.
+Every run appends one row to results/presets.jsonl; presets that have a row are not repeated. All
+take about half an hour on two idle CPU cores, the costs five minutes.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from __future__ import annotations
 import argparse
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
-from results import append
+from results import FOLDER, append
 from rich.console import Console
 from rich.table import Table
 from rl_step_cpu import (
@@ -39,11 +42,12 @@ from rl_step_cpu import (
 )
 from runs import pass_at_1, run_all
 
+from areal_jax.metrics import jsonl
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import NO_VERSION, Group, Sample, Task
-from areal_jax.rl.config import GAE, GDPO, MaxRL
+from areal_jax.rl.config import GAE, GDPO, SPO, MaxRL
 from areal_jax.rl.presets import PRESETS
 from areal_jax.trainer.objective import policy_learner
 from areal_jax.trainer.pipeline import SampleLimits
@@ -59,23 +63,32 @@ COMPONENTS = (
 )
 
 
-def read_scores(folder: Path) -> dict[str, tuple[float, float]]:
-    """Read pass@1 before and after training, by preset."""
-    runs = {
-        name: (
-            "--exp=aime",
-            f"algorithm={name}",
-            f"evaluation.every_steps={NUM_STEPS}",
-            "checkpoint.export_hf=false",
-            *(["rewards.wrong=0"] if isinstance(preset.advantages, MaxRL) else []),
-            *(COMPONENTS if isinstance(preset.advantages, GDPO) else []),
-        )
-        for name, preset in PRESETS.items()
-    }
-    return {
-        name: (pass_at_1(rows)[0], pass_at_1(rows)[-1])
-        for name, rows in run_all(runs, folder, NUM_STEPS).items()
-    }
+def settings_of(name: str) -> tuple[str, ...]:
+    """Return the settings of a preset's run."""
+    preset = PRESETS[name]
+    return (
+        "--exp=aime",
+        f"algorithm={name}",
+        f"evaluation.every_steps={NUM_STEPS}",
+        "checkpoint.export_hf=false",
+        *(["rewards.wrong=0"] if isinstance(preset.advantages, MaxRL | SPO) else []),
+        *(["rewards.correct=1"] if isinstance(preset.advantages, SPO) else []),
+        *(COMPONENTS if isinstance(preset.advantages, GDPO) else []),
+    )
+
+
+def stored() -> dict[str, Mapping[str, Any]]:
+    """Return the newest row of each preset."""
+    return {row["preset"]: row for row in jsonl.read(FOLDER / f"{NAME}.jsonl") if "preset" in row}
+
+
+def run_missing(folder: Path) -> None:
+    """Train with the presets that have no row, and store a row of each."""
+    for name in [name for name in PRESETS if name not in stored()]:
+        rows = run_all({name: settings_of(name)}, folder, NUM_STEPS)[name]
+        before, *_, after = pass_at_1(rows)
+        print(f"{name}: {before:.1%} -> {after:.1%}", flush=True)
+        append(NAME, {"preset": name, "num_steps": NUM_STEPS, "before": before, "after": after})
 
 
 def train_tokens_per_s() -> dict[str, float]:
@@ -141,7 +154,7 @@ def batch(seed: int) -> list[Group]:
         )
 
     return [
-        Group(i, Task(f"{seed}.{i}", (), ""), tuple(sample() for _ in range(SAMPLES_PER_PROMPT)))
+        Group(i, Task(str(i), (), ""), tuple(sample() for _ in range(SAMPLES_PER_PROMPT)))
         for i in range(NUM_PROMPTS)
     ]
 
@@ -151,36 +164,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
-    folder = parser.parse_args().folder
-    speed = train_tokens_per_s()
-    scores = read_scores(folder)
-    cost = {name: speed["grpo"] / of - 1.0 for name, of in speed.items()}
-    append(
-        NAME,
-        {
-            "sequences": NUM_SEQUENCES,
-            "pass_at_1": {
-                name: {"before": before, "after": after} for name, (before, after) in scores.items()
-            },
-            "train_tokens_per_s": speed,
-            "cost_over_grpo": cost,
-        },
-    )
-    table = Table(
-        "algorithm",
-        "pass@1 before",
-        f"after {NUM_STEPS} steps",
-        "train tokens/s",
-        "time over GRPO's",
-        title=NAME,
-    )
-    for name, (before, after) in scores.items():
-        figures = (
-            (f"{speed[name]:,.0f}", f"{cost[name]:+.1%}")
-            if name in speed
-            else ("", "with a critic")
+    parser.add_argument("--costs", action="store_true", help="measure the costs, train nothing")
+    options = parser.parse_args()
+    if options.costs:
+        speed = train_tokens_per_s()
+        cost = {name: speed["grpo"] / of - 1.0 for name, of in speed.items()}
+        append(
+            NAME,
+            {"sequences": NUM_SEQUENCES, "train_tokens_per_s": speed, "cost_over_grpo": cost},
         )
-        table.add_row(name, f"{before:.1%}", f"{after:.1%}", *figures)
+        table = Table("algorithm", "train tokens/s", "time over GRPO's", title=NAME)
+        for name, of in speed.items():
+            table.add_row(name, f"{of:,.0f}", f"{cost[name]:+.1%}")
+    else:
+        run_missing(options.folder)
+        table = Table("algorithm", "pass@1 before", f"after {NUM_STEPS} steps", title=NAME)
+        for name, row in stored().items():
+            table.add_row(name, f"{row['before']:.1%}", f"{row['after']:.1%}")
     Console().print(table)
 
 

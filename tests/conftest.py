@@ -2,11 +2,13 @@
 them run at once.
 """
 
+import fcntl
 import gc
 import importlib.util
 import logging
 import os
 import secrets
+import shutil
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -40,12 +42,17 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ["NPROC"] = "16"
 # Many tests compile the same small programs, in processes of their own too: each is compiled once,
-# and not again by later runs.
-os.environ.setdefault(
-    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla")
-)
+# and not again by later runs. jax's own limit of the size would list the folder at every write.
+XLA_CACHE = Path(__file__).parents[1] / ".pytest_cache" / "xla"
+if (
+    "PYTEST_XDIST_WORKER" not in os.environ
+    and XLA_CACHE.exists()
+    and sum(path.stat().st_size for path in XLA_CACHE.iterdir()) > 1 << 30
+):
+    shutil.rmtree(XLA_CACHE)
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(XLA_CACHE))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
-os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 30)
+os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = "-1"
 # Ray runs the code of every client that has this token. Read when ray is imported.
 os.environ["RAY_AUTH_MODE"] = "token"
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -58,7 +65,8 @@ settings.register_profile(
 settings.load_profile("without clocks")
 
 # Tests of extras that have environments of their own: `jetstream` brings TensorFlow, `tpu` the
-# compilers of TPUs, the trackers pandas and Flask, and the documentation MkDocs and a kernel.
+# compilers of TPUs, the trackers pandas and Flask, the documentation MkDocs and a kernel, and
+# Tinker's client transformers.
 collect_ignore = [
     folder
     for folder, library in (
@@ -66,6 +74,7 @@ collect_ignore = [
         ("compile_only", "libtpu"),
         ("trackers", "mlflow"),
         ("documentation", "mkdocs"),
+        ("tinker_client", "tinker"),
     )
     if not importlib.util.find_spec(library)
 ]
@@ -105,6 +114,17 @@ def of_a_command() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name != "NPROC"}
     here = {"PYTHONPATH": str(Path(__file__).parents[1])}
     return kept | here | {"XLA_FLAGS": QUICK_FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+@pytest.fixture
+def alone_with_ray() -> Iterator[None]:
+    """Wait until no other test process has a run on Ray, which compiles in six processes."""
+    XLA_CACHE.parent.mkdir(exist_ok=True)
+    with (XLA_CACHE.parent / "ray.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        # Forked processes have the file, too.
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @pytest.fixture(scope="module")

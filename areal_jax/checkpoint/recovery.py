@@ -105,8 +105,9 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
         **_join("sample", samples, SAMPLE_COLUMNS),
         "sample.reward": np.array([sample.reward for sample in samples], np.float64),
         **_join("completion", completions, COMPLETION_COLUMNS),
-        **_join_experts("sample", samples),
-        **_join_experts("completion", completions),
+        **_join_optional("sample", "experts", samples),
+        **_join_optional("sample", "token_rewards", samples),
+        **_join_optional("completion", "experts", completions),
     }
     return Columns(facts, arrays)
 
@@ -127,8 +128,9 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
     samples = _split("sample", arrays, SAMPLE_COLUMNS)
     rewards = iter(arrays["sample.reward"].tolist())
     completions = _split("completion", arrays, COMPLETION_COLUMNS)
-    sample_experts, completion_experts = (
-        _split_experts(name, arrays) for name in ("sample", "completion")
+    sample_experts, token_rewards, completion_experts = (
+        _split_optional(name, arrays)
+        for name in ("sample.experts", "sample.token_rewards", "completion.experts")
     )
     buffered = tuple(
         Group(
@@ -142,6 +144,7 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
                     stop_reason=stop_reason,
                     experts=next(sample_experts),
                     components=components,
+                    token_rewards=next(token_rewards),
                 )
                 for grade, stop_reason, components in zip(
                     entry["grades"],
@@ -249,29 +252,29 @@ def _split(name: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, typ
     )
 
 
-def _join_experts(
-    name: str, records: Sequence[Sample] | Sequence[Completion]
+def _join_optional(
+    name: str, field: str, records: Sequence[Sample] | Sequence[Completion]
 ) -> dict[str, np.ndarray]:
-    """Encode the recorded experts, if any record has some; -1 is the length of none."""
-    arrays = [record.experts for record in records]
+    """Encode a field, if any record has it; -1 is the length of none."""
+    arrays: list[np.ndarray | None] = [getattr(record, field) for record in records]
     present = [array for array in arrays if array is not None]
     if not present:
         return {}
     lengths = [-1 if array is None else len(array) for array in arrays]
     return {
-        f"{name}.experts_length": np.array(lengths, np.int64),
-        f"{name}.experts": np.concatenate(present),
+        f"{name}.{field}_length": np.array(lengths, np.int64),
+        f"{name}.{field}": np.concatenate(present),
     }
 
 
-def _split_experts(name: str, arrays: Mapping[str, np.ndarray]) -> Iterator[np.ndarray | None]:
-    """Yield the recorded experts of every record; the inverse of `_join_experts`."""
-    if f"{name}.experts" not in arrays:
+def _split_optional(name: str, arrays: Mapping[str, np.ndarray]) -> Iterator[np.ndarray | None]:
+    """Yield the field of every record; the inverse of `_join_optional`."""
+    if name not in arrays:
         yield from itertools.repeat(None)
         return
-    start, experts = 0, arrays[f"{name}.experts"]
-    for length in arrays[f"{name}.experts_length"].tolist():
-        yield None if length < 0 else experts[start : start + length].copy()
+    start, joined = 0, arrays[name]
+    for length in arrays[f"{name}_length"].tolist():
+        yield None if length < 0 else joined[start : start + length].copy()
         start += max(length, 0)
 
 

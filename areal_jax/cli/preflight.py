@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,10 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from areal_jax.api.preflight import preflight as try_experiment
 from areal_jax.cli.arguments import fail
-from areal_jax.cluster.environment import prepare
 from areal_jax.config.experiment import AnyExperiment
-from areal_jax.parallel.config import PlacementConfig
 
 if TYPE_CHECKING:
     from areal_jax.run.preflight import PreflightReport
@@ -30,12 +28,7 @@ def preflight(experiment: AnyExperiment, source: str | None) -> int:
     Raises:
         ConfigError: a part of the experiment is missing, or does not fit the others.
     """
-    # jax reads its flags when it is first imported.
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    prepare(PlacementConfig())
-    from areal_jax.run.preflight import run_preflight
-
-    report = run_preflight(experiment, source)
+    report = try_experiment(experiment, source)
     _show(report, Console(highlight=False))
     if number := len(report.findings):
         findings = "1 finding" if number == 1 else f"{number} findings"

@@ -13,15 +13,16 @@ from areal_jax.config.overrides import (
     as_text,
     settings,
 )
-from areal_jax.data.config import Files, Hub
+from areal_jax.data.config import Files, Hub, Seeds
 from areal_jax.errors import ConfigError
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.python_objects import PREFIX, is_missing
+from areal_jax.python_objects import PREFIX, PythonObject, is_missing
 from areal_jax.rewards.tools import TOOLS
 from areal_jax.rl.config import (
     DPPO,
     GAE,
     GDPO,
+    SPO,
     CrossTokenizer,
     GroupNormalized,
     LeaveOneOut,
@@ -31,7 +32,14 @@ from areal_jax.rl.config import (
 )
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.trainer.config import Critic, TrainerConfig
-from areal_jax.workflows.config import Agent, CustomWorkflow, MultiTurn, SingleTurn, ToolUse
+from areal_jax.workflows.config import (
+    Agent,
+    CustomWorkflow,
+    Environment,
+    MultiTurn,
+    SingleTurn,
+    ToolUse,
+)
 
 
 def contradictions(experiment: AnyExperiment) -> Iterator[str]:
@@ -43,6 +51,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     yield from _known_workflow(experiment)
     yield from _usable_tools(experiment)
     yield from _agent_program(experiment)
+    yield from _environment(experiment)
     yield from _placement_under_ray(experiment)
     yield from _one_split(experiment)
     if isinstance(experiment, Experiment):
@@ -55,6 +64,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
         yield from _success_rates(experiment)
         yield from _weighted_penalty(experiment)
         yield from _unshaped_rewards(experiment)
+        yield from _rewards_between_0_and_1(experiment)
     else:
         yield from _used_trainer_settings(experiment)
     if isinstance(experiment, PreferenceExperiment):
@@ -221,6 +231,30 @@ def _unshaped_rewards(experiment: Experiment) -> Iterator[str]:
         )
 
 
+def _rewards_between_0_and_1(experiment: Experiment) -> Iterator[str]:
+    """SPO counts successes: rewards between 0 and 1, as they are."""
+    if not isinstance(experiment.trainer.advantages, SPO):
+        return
+    rewards = experiment.rewards
+    for name in ("correct", "wrong", "no_answer"):
+        reward = getattr(rewards, name)
+        if rewards.scale == "unit" and reward is not None and not 0.0 <= reward <= 1.0:
+            yield (
+                f"rewards.{name}={reward} with trainer.advantages=SPO, which needs rewards between "
+                "0 and 1; set rewards.correct=1 and rewards.wrong=0"
+            )
+    if experiment.trainer.shaping != Shaping():
+        yield (
+            "trainer.shaping with trainer.advantages=SPO, which needs rewards as they are; leave "
+            "out trainer.shaping"
+        )
+    if experiment.engine.router_replay:
+        yield (
+            "engine.router_replay=true with trainer.advantages=SPO, which scores earlier answers "
+            "without their experts; leave out one of them"
+        )
+
+
 def _named_components(experiment: Experiment) -> Iterator[str]:
     """GDPO reads components of rewards that something names, as they are."""
     if not isinstance(experiment.trainer.advantages, GDPO):
@@ -285,11 +319,35 @@ def require_objects(experiment: AnyExperiment, *, unused: tuple[str, ...] = ()) 
 
 def _known_workflow(experiment: AnyExperiment) -> Iterator[str]:
     """The workflow is one of the package's, or a CustomWorkflow."""
-    known = (SingleTurn, MultiTurn, ToolUse, Agent, CustomWorkflow)
+    known = (SingleTurn, MultiTurn, ToolUse, Agent, Environment, CustomWorkflow)
     if not isinstance(experiment.workflow, known):
         yield (
             f"workflow={type(experiment.workflow).__name__} is no workflow of the package; derive "
             "it from areal_jax.workflows.config.CustomWorkflow, and define its method run"
+        )
+
+
+def _environment(experiment: AnyExperiment) -> Iterator[str]:
+    """Environments and seeds come together, and reward episodes themselves."""
+    chosen, sources = experiment.workflow, {"eval_tasks": experiment.eval_tasks}
+    if isinstance(experiment, Experiment):
+        sources["tasks"] = experiment.tasks
+    for name, source in sources.items():
+        if isinstance(source, Seeds) and not isinstance(chosen, Environment):
+            yield (
+                f"{name}=Seeds has seeds of an environment; set workflow=Environment and "
+                "workflow.environment"
+            )
+    if not isinstance(chosen, Environment):
+        return
+    if isinstance(chosen.environment, PythonObject) and not chosen.environment.has_import_path:
+        yield (
+            f"workflow.environment={chosen.environment} runs in a process of its own, which must "
+            "import it; define it at the top of a file or module"
+        )
+    if experiment.rewards.function is not None:
+        yield (
+            "rewards.function with workflow=Environment, whose steps have the rewards; leave it out"
         )
 
 
@@ -298,7 +356,7 @@ def _raw_rewards(experiment: AnyExperiment) -> Iterator[str]:
     rewards, chosen = experiment.rewards, experiment.workflow
     if rewards.scale != "raw":
         return
-    if rewards.function is None and not isinstance(chosen, Agent):
+    if rewards.function is None and not isinstance(chosen, Agent | Environment):
         yield "rewards.scale=raw needs a reward function; set rewards.function, or leave it out"
     if rewards.form is not None and rewards.no_answer is None:
         yield (

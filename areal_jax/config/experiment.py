@@ -58,7 +58,7 @@ class Setup:
         default_factory=SingleTurn,
         doc=(
             "how samples of a task are generated, in training and evaluation: SingleTurn, "
-            "MultiTurn, ToolUse or Agent"
+            "MultiTurn, ToolUse, Agent or Environment"
         ),
     )
     rewards: RewardConfig = chz.field(

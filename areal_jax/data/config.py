@@ -67,6 +67,16 @@ class Exercises(TaskSource):
 
 
 @chz.chz
+class Seeds(TaskSource):
+    """Seeds of the episodes of workflow=Environment."""
+
+    num_tasks: int = chz.field(validator=POSITIVE, default=4096, doc="number of seeds")
+    first: int = chz.field(
+        validator=NOT_NEGATIVE, default=0, doc="first seed; those of evaluation should be others"
+    )
+
+
+@chz.chz
 class Files(TaskSource):
     """Rows of a jsonl, json or parquet file, or of a folder with train/test files."""
 

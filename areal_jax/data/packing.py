@@ -10,12 +10,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy.typing import DTypeLike
 
+from areal_jax.data.prefixes import Branches, find_branches, sort_alike, unshared, visible_until
 from areal_jax.records import PackedBatch, PackedImages, SequenceImages, native_expert
 
 
@@ -67,6 +69,9 @@ class TrainingSequence(NamedTuple):
     age: Int[np.ndarray, "S"] | int = 0
     experts: Shaped[np.ndarray, "S L k"] | None = None
     images: SequenceImages | None = None
+    num_context: int = 0
+    """Number of first tokens that may be packed once for several sequences, because nothing reads
+    what is predicted of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +82,22 @@ class Layout:
     """Number of micro-batches, rows, row_tokens."""
     lengths: Int[np.ndarray, "N"]
     starts: Int[np.ndarray, "N"]
-    """Index of each sequence's first token in the flattened micro-batches."""
+    """Index of each sequence's first packed token in the flattened micro-batches."""
     segments: Int[np.ndarray, "N"]
     """Segment id of each sequence in its row, from 1."""
+    branches: Branches
+    """The tokens that sequences share; they are packed with one of them."""
 
     @property
     def filled(self) -> tuple[float, float]:
-        """Number of tokens, and number of positions for them: a sum and its weight."""
-        return float(self.lengths.sum()), float(math.prod(self.shape))
+        """Number of packed tokens, and number of positions for them: a sum and its weight."""
+        shared, _ = self.shared
+        return float(self.lengths.sum()) - shared, float(math.prod(self.shape))
+
+    @property
+    def shared(self) -> tuple[float, float]:
+        """Number of tokens that are packed with another sequence, and number of all tokens."""
+        return float(self.branches.num_shared.sum()), float(self.lengths.sum())
 
     @property
     def efficiency(self) -> float:
@@ -103,24 +116,32 @@ class Layout:
         """Place per-token values into the micro-batches.
 
         Args:
-            values: one array, or one number for all tokens, per sequence.
+            values: one array, or one number for all tokens, per sequence. Shared tokens have that
+                of the sequence with which they are packed.
             dtype: type of the result.
             shape: shape of one token's value.
             padding: value of places without a token.
         """
         packed = np.full((*self.shape, *shape), padding, dtype)
         flat = packed.reshape(math.prod(self.shape), *shape)
-        for start, length, value in zip(self.starts, self.lengths, values, strict=True):
-            flat[start : start + length] = value
+        of_all = zip(
+            self.starts.tolist(), self.lengths, self.branches.num_shared, values, strict=True
+        )
+        for start, length, shared, value in of_all:
+            packed_value = value[shared:] if isinstance(value, np.ndarray) else value
+            flat[start : start + length - shared] = packed_value
         return packed
 
     def gather(self, packed: Shaped[np.ndarray, "M B T ..."]) -> list[Shaped[np.ndarray, "_ ..."]]:
         """Return the per-token values of each sequence, in order; the inverse of `scatter`."""
         flat = packed.reshape(math.prod(self.shape), *packed.shape[3:])
-        return [
-            flat[start : start + length]
-            for start, length in zip(self.starts, self.lengths, strict=True)
-        ]
+        found = [flat[:0]] * len(self.lengths)
+        parents, num_shared, trees = self.branches
+        for i in chain(*trees):
+            shared, start = num_shared[i], self.starts[i]
+            own = flat[start : start + self.lengths[i] - shared]
+            found[i] = np.concatenate([found[parents[i]][:shared], own]) if shared else own
+        return found
 
 
 def lay_out(
@@ -130,6 +151,7 @@ def lay_out(
     row_tokens: int,
     num_together: int = 1,
     sizes: Sequence[int] | None = None,
+    branches: Branches | None = None,
 ) -> Layout:
     """Assign sequences to rows by algorithm 1, and rows to as few micro-batches as possible.
 
@@ -139,21 +161,49 @@ def lay_out(
         row_tokens: tokens of a row.
         num_together: number of consecutive sequences that stay adjacent in one row.
         sizes: share of a row, in tokens, that each sequence occupies; None: its length.
+        branches: sequences that share tokens, which stay adjacent; None: none does.
 
     Raises:
-        ValueError: `num_together` consecutive sequences are longer than `row_tokens`.
+        ValueError: sequences that stay adjacent are longer than `row_tokens`.
     """
-    units = np.asarray(lengths, np.int64).reshape(-1, num_together)
-    starts, segments = np.zeros_like(units), np.zeros_like(units)
-    occupied = units if sizes is None else np.asarray(sizes, np.int64).reshape(units.shape)
-    bins = allocate(occupied.sum(1), row_tokens)
+    lengths = np.asarray(lengths, np.int64)
+    branches = unshared(len(lengths)) if branches is None else branches
+    units = branches.trees
+    if num_together > 1:
+        units = np.arange(len(lengths)).reshape(-1, num_together).tolist()
+    packed = lengths - branches.num_shared
+    occupied = packed if sizes is None else np.asarray(sizes, np.int64)
+    starts, segments = np.zeros_like(lengths), np.zeros_like(lengths)
+    bins = allocate([int(occupied[unit].sum()) for unit in units], row_tokens)
     for row, members in enumerate(bins):
-        row_lengths = units[members]
-        ends = np.cumsum(row_lengths).reshape(row_lengths.shape)
-        starts[members] = row * row_tokens + ends - row_lengths
-        segments[members] = np.arange(1, row_lengths.size + 1).reshape(row_lengths.shape)
+        of_row = list(chain(*(units[member] for member in members)))
+        ends = np.cumsum(packed[of_row])
+        starts[of_row] = row * row_tokens + ends - packed[of_row]
+        segments[of_row] = np.arange(1, len(of_row) + 1)
     shape = (-(-len(bins) // rows), rows, row_tokens)
-    return Layout(shape, units.reshape(-1), starts.reshape(-1), segments.reshape(-1))
+    return Layout(shape, lengths, starts, segments, branches)
+
+
+def lay_out_shared(sequences: Sequence[TrainingSequence], *, rows: int, row_tokens: int) -> Layout:
+    """Lay out sequences of which some begin alike, in as few micro-batches as possible.
+
+    Large trees leave more of a row empty: smaller ones are tried, too, and none.
+    """
+    alike = sort_alike(
+        [sequence.tokens for sequence in sequences],
+        [sequence.num_context for sequence in sequences],
+    )
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    layouts = [
+        lay_out(
+            lengths,
+            rows=rows,
+            row_tokens=row_tokens,
+            branches=find_branches(alike, row_tokens // parts) if parts else None,
+        )
+        for parts in (1, 2, 4, 0)
+    ]
+    return min(layouts, key=lambda layout: (layout.shape[0], layout.filled))
 
 
 def pack(
@@ -163,6 +213,7 @@ def pack(
     row_tokens: int,
     num_together: int = 1,
     row_patches: int = 0,
+    share_prefixes: bool = False,
 ) -> tuple[list[PackedBatch], Layout]:
     """Pack sequences into micro-batches.
 
@@ -172,6 +223,8 @@ def pack(
         row_tokens: tokens of a row.
         num_together: as in `lay_out`.
         row_patches: patches of a row, if all sequences have `images`; 0: none has.
+        share_prefixes: whether tokens with which several sequences begin are packed once. The
+            sequences then have neither images nor recorded experts.
 
     Returns:
         The micro-batches, and the position of each sequence in them.
@@ -181,14 +234,18 @@ def pack(
     """
     lengths = [len(sequence.tokens) for sequence in sequences]
     images = [sequence.images for sequence in sequences if sequence.images is not None]
-    layout = lay_out(
-        lengths,
-        rows=rows,
-        row_tokens=row_tokens,
-        num_together=num_together,
-        sizes=_sizes(lengths, images, row_tokens, row_patches) if images else None,
-    )
-    positions = np.arange(row_tokens, dtype=np.int32)
+    if share_prefixes:
+        assert num_together == 1 and not images
+        layout = lay_out_shared(sequences, rows=rows, row_tokens=row_tokens)
+    else:
+        layout = lay_out(
+            lengths,
+            rows=rows,
+            row_tokens=row_tokens,
+            num_together=num_together,
+            sizes=_sizes(lengths, images, row_tokens, row_patches) if images else None,
+        )
+    positions = np.arange(max(lengths, default=0), dtype=np.int32)
     columns = PackedBatch(
         tokens=layout.scatter((sequence.tokens for sequence in sequences), np.int32),
         segment_ids=layout.scatter((int(segment) for segment in layout.segments), np.int32),
@@ -208,6 +265,8 @@ def pack(
         columns = columns._replace(
             positions=positions, images=_pack_images(images, layout, row_patches)
         )
+    if share_prefixes:
+        columns = columns._replace(visible_until=_visible_until(layout))
     present: dict[str, Any] = {
         name: column for name, column in columns._asdict().items() if column is not None
     }
@@ -220,6 +279,16 @@ def pack(
         PackedBatch(**{name: part(column, i) for name, column in present.items()})
         for i in range(layout.shape[0])
     ], layout
+
+
+def _visible_until(layout: Layout) -> Int[np.ndarray, "M B T"]:
+    """Return for each token the first place in its row that does not see it; 0 in padding."""
+    column = np.zeros(layout.shape, np.int32)
+    flat, places = column.reshape(-1), layout.starts % layout.shape[2]
+    until = visible_until(layout.branches, layout.lengths, places)
+    for start, of_sequence in zip(layout.starts.tolist(), until, strict=True):
+        flat[start : start + len(of_sequence)] = of_sequence
+    return column
 
 
 def _sizes(

@@ -54,6 +54,8 @@ def _reference(
     task: Task, program: str, wrong: str = "", demonstrations: tuple[Demonstration, ...] = ()
 ) -> ReferenceAnswer | None:
     match task.kind:
+        case "environment":
+            return None  # right actions are the environment's to know
         case "code":
             return ReferenceAnswer(program, wrong, demonstrations) if program else None
         case "countdown":

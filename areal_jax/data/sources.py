@@ -17,13 +17,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_jax.data.code_tasks import format_tests, read_code_problem
-from areal_jax.data.config import Exercises, Files, Hub, PromptConfig, Rows, Synthetic, TaskSource
+from areal_jax.data.config import (
+    Exercises,
+    Files,
+    Hub,
+    PromptConfig,
+    Rows,
+    Seeds,
+    Synthetic,
+    TaskSource,
+)
 from areal_jax.data.exercises import Exercise, GeneratedExercises
 from areal_jax.data.hub import NAME, fetch
 from areal_jax.data.problems import Problem, SyntheticProblems
 from areal_jax.image_files import read_image
 from areal_jax.python_objects import PythonObject
-from areal_jax.records import IMAGE, Message, Task
+from areal_jax.records import ENVIRONMENT, IMAGE, Message, Task
 
 PROMPT_FIELDS = ("problem", "question", "prompt")
 IMAGE_FIELDS = ("image", "images")
@@ -92,6 +101,18 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
                 ),
                 {},
             )
+        case Seeds(num_tasks=num_tasks, first=first):
+            system = (Message("system", prompt.system),) if prompt.system else ()
+            return TaskSet(
+                LazySequence(
+                    num_tasks,
+                    lambda index: Task(
+                        f"seed-{first + index}", system, str(first + index), ENVIRONMENT
+                    ),
+                    (ENVIRONMENT,),
+                ),
+                {},
+            )
         case Files() | Hub() | Rows():
             expected = (
                 f"the prompt in {source.prompt_field or ', '.join(PROMPT_FIELDS)}, the "
@@ -109,7 +130,8 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
             )
         case _:
             raise ValueError(
-                f"expected Synthetic, Exercises, Files, Hub or Rows, found {type(source).__name__}"
+                "expected Synthetic, Exercises, Seeds, Files, Hub or Rows, found "
+                f"{type(source).__name__}"
             )
 
 

@@ -113,6 +113,8 @@ class HFTokenizer:
                 "tokenizer_config.json or eos_token_id in config.json"
             )
         self._tokenizer = tokenizer
+        self.template = template
+        """The chat template; None for plain text."""
         self._template = _compile(template) if template else None
         self._tool_template = _compile(tool_template) if tool_template else self._template
         self._special = {
@@ -349,6 +351,11 @@ class HFTokenizer:
             raise ValueError(
                 f"the chat template failed on the conversation: {type(error).__name__}: {error}"
             ) from error
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Texts of special tokens by name, such as `eos_token`."""
+        return self._special
 
     def encode(self, text: str) -> Int32[np.ndarray, "T"]:
         """Encode a text without adding tokens; special tokens in the text are recognized."""

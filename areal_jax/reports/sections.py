@@ -45,11 +45,13 @@ NORMAL_95 = 1.96
 LEARNING = (
     Chart(
         "Reward",
-        (
-            Line(names.REWARD, "mean reward", "trainer/reward_std"),
-            Line("trainer/reward/*", "component *"),
-        ),
+        (Line(names.REWARD, "mean reward", "trainer/reward_std"),),
         note="Mean of each step's samples; the band is one standard deviation of the samples.",
+    ),
+    Chart(
+        "Components of the reward",
+        (Line("trainer/reward/*", "*"),),
+        note="Means of each step's samples, before weights and scale.",
     ),
     Chart(
         "Score on the evaluation set",
@@ -147,7 +149,7 @@ POLICY = (
         "Distance from the sampling policy",
         (
             Line("trainer/log_ratio_rms", "all tokens"),
-            Line("trainer/log_ratio_rms/*", "* versions old"),
+            Line("trainer/log_ratio_rms/age_*", "tokens of age *"),
         ),
         "nats",
         "Root mean square of log(proximal/behave).",

@@ -92,6 +92,16 @@ def _number(found: object, scale: Literal["unit", "raw"]) -> float:
     return number
 
 
+def reward_number(found: object) -> float:
+    """Return a finite number.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not finite.
+    """
+    return _number(found, "raw")
+
+
 def _grade(
     score: float, found: object, scale: Literal["unit", "raw"]
 ) -> tuple[Literal["correct", "wrong", "scored"], float]:

@@ -19,13 +19,7 @@ from areal_jax.python_objects import PythonObject
 from areal_jax.records import ResultKind, RewardResult, Task, ToolResult, task_to_json
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.rewards.failures import FailureLog
-from areal_jax.rewards.grading_processes import (
-    GRACE_S,
-    CannotStart,
-    ForkServer,
-    GradingProcess,
-    Unprepared,
-)
+from areal_jax.rewards.forks import GRACE_S, CannotStart, ForkedProcess, ForkServer
 from areal_jax.rewards.in_process import InProcessGrader
 
 logger = logging.getLogger(__name__)
@@ -103,9 +97,13 @@ class RewardService:
             self._in_process = InProcessGrader(config)
             config = chz.replace(config, function=None)
             kinds = set(kinds) & set(KINDS)
-        self._server = ForkServer(config, kinds, tools)
+        self._server = ForkServer(
+            "areal_jax.rewards.worker",
+            {**chz.asdict(config), "kinds": list(kinds), "tools": tools and chz.asdict(tools)},
+            "the reward service",
+        )
         # Idle processes, last in first out, so that few processes stay warm.
-        self._idle = list[GradingProcess]()
+        self._idle = list[ForkedProcess]()
         # Places of answers in progress, first come first served. A slow answer exchanges its place
         # for one of those aside. If all are taken, answers wait, at most for the deadlines of those
         # before them.
@@ -123,7 +121,7 @@ class RewardService:
             return
         starting, self._idle = self._idle, []
         starting += [
-            GradingProcess(self._server) for _ in range(self.config.num_workers - len(starting))
+            ForkedProcess(self._server) for _ in range(self.config.num_workers - len(starting))
         ]
         try:
             for process in starting:
@@ -210,7 +208,7 @@ class RewardService:
         await self._places.acquire()
         # The semaphore that this answer holds: a list, which `_set_aside_if_slow` changes.
         held = [self._places]
-        process = self._idle.pop() if self._idle else GradingProcess(self._server)
+        process = self._idle.pop() if self._idle else ForkedProcess(self._server)
         clock = asyncio.get_running_loop().time
         start_s = clock()
         try:
@@ -230,7 +228,7 @@ class RewardService:
 
     @asynccontextmanager
     async def _set_aside_if_slow(
-        self, process: GradingProcess, held: list[asyncio.Semaphore]
+        self, process: ForkedProcess, held: list[asyncio.Semaphore]
     ) -> AsyncIterator[None]:
         """Set the answer of the block aside after `rewards.patience_s`: its process continues at a
         lower priority, and its place is free for another answer.
@@ -253,7 +251,7 @@ class RewardService:
 
     async def _call(
         self,
-        process: GradingProcess,
+        process: ForkedProcess,
         held: list[asyncio.Semaphore],
         request: Mapping[str, Any],
         timeout_s: float,
@@ -272,9 +270,9 @@ class RewardService:
                         watch = nullcontext()
                     async with watch:
                         reply = await process.ask(request, timeout_s)
-                    undo.pop_all()
-                    return reply
-                except Unprepared:
+                    if "unprepared" not in reply:
+                        undo.pop_all()
+                        return reply
                     await process.kill()
                     if failure := await self._server.prepare():
                         return {"kind": "infrastructure", "detail": failure}

@@ -1,15 +1,10 @@
-"""The fork server and the grading processes: `python -m areal_jax.rewards.worker PARENT_PID
-SETTINGS`.
+"""The grading processes: `python -m areal_jax.rewards.worker PARENT_PID SETTINGS`, forked by
+`rewards.fork_worker`.
 
-`rewards.grading_processes` starts the fork server, sends requests over a socket on its standard
-input, and kills it. Messages are JSON objects, one per line. Requests: {"do": "fork"} with a socket
-for the new process, {"do": "prepare"}, {"do": "reap", "pid"}. Replies: {"status": "ready"} when it
-can fork, or {"error"} if it never can; then {"pid"}, {} or {"error"}, {"returncode"}.
-
-Requests to a grading process: {"number", "task", "text"}. Replies: {"number", "kind", "detail",
-"score", "failed", "trace"}, or {"number", "unprepared"}: it needs computer algebra, which takes a
-second to import; `prepare` imports it once, for all later forks. A tool call: {"number", "tool",
-"text"}; reply {"number", "kind", "text"}.
+Requests: {"number", "task", "text"}. Replies: {"number", "kind", "detail", "score", "failed",
+"trace"}, or {"number", "unprepared"}: it needs computer algebra, which takes a second to import;
+`prepare` imports it once, for all later forks. A tool call: {"number", "tool", "text"}; reply
+{"number", "kind", "text"}.
 """
 
 from __future__ import annotations
@@ -18,17 +13,14 @@ import asyncio
 import importlib
 import inspect
 import json
-import os
 import re
-import signal
 import socket
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple
 
-import psutil
-
+from areal_jax.rewards.fork_worker import send, serve_forks
 from areal_jax.rewards.functions import graded, load_function, traceback_of
 from areal_jax.rewards.math_answers import compare_plainly, compare_symbolically, extract_answer
 
@@ -61,23 +53,14 @@ Tools = dict[str, Callable[[str], tuple[str, str]]]
 
 
 def main() -> None:
-    parent_pid, settings = int(sys.argv[1]), json.loads(sys.argv[2])
-    _end_with(parent_pid)
-    if sys.platform == "linux":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    control = socket.socket(fileno=os.dup(0))
-    _redirect_standard_streams()
-    try:
-        grader, tools = _load(settings)
-    except (Exception, SystemExit) as error:
-        reason = f"{_describe(settings)}: {type(error).__name__}: {error}".removeprefix(": ")
-        _send(control, {"error": "\n".join(filter(None, (reason, traceback_of(error))))})
-        return
-    _send(control, {"status": "ready"})
-    _fork_on_request(control, grader, tools, settings)
+    settings = json.loads(sys.argv[2])
+    serve_forks(
+        load=lambda: _load(settings),
+        serve=lambda connection, loaded: _serve(connection, *loaded, settings),
+        what=_describe(settings),
+        prepare=_prepare,
+        memory_bytes=MEMORY_BYTES,
+    )
 
 
 def _load(settings: dict[str, Any]) -> tuple[Grader, Tools]:
@@ -102,77 +85,6 @@ def _describe(settings: dict[str, Any]) -> str:
     return " ".join(given)
 
 
-def _fork_on_request(
-    control: socket.socket, grader: Grader, tools: Tools, settings: dict[str, Any]
-) -> None:
-    """Fork a grading process at each request of the service, until the service ends."""
-    nursery_pid, own_children = (
-        os.getpid(),
-        {process.pid for process in psutil.Process().children()},
-    )
-    while True:
-        line, files, _, _ = socket.recv_fds(control, 4096, 1)
-        if not line:
-            return
-        match json.loads(line):
-            case {"do": "fork"}:
-                pid = os.fork()
-                if pid == 0:
-                    control.close()
-                    # A process group, so that it is killed as one. No session, because priorities
-                    # are relative to the processes of a session.
-                    os.setpgrp()
-                    _end_with(nursery_pid)
-                    return _serve(socket.socket(fileno=files[0]), grader, tools, settings)
-                os.close(files[0])
-                own_children.add(pid)
-                _send(control, {"pid": pid})
-            case {"do": "prepare"}:
-                _send(control, _prepare())
-            case {"do": "reap", "pid": pid}:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    own_children.remove(pid)
-                    _end_orphans(own_children)
-                _send(control, {"returncode": os.waitstatus_to_exitcode(status) if ended else None})
-
-
-def _send(to: socket.socket, message: dict[str, object]) -> None:
-    to.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _end_with(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent dies, and adopt orphaned descendants, so
-    that whoever kills this process finds them.
-    """
-    if sys.platform == "linux":
-        import ctypes
-
-        PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != parent_pid:
-        sys.exit(f"the parent process {parent_pid} has ended")
-
-
-def _end_orphans(own_children: set[int]) -> None:
-    """Kill descendants of grading processes that died."""
-    while left := [
-        process for process in psutil.Process().children() if process.pid not in own_children
-    ]:
-        for process in left:
-            process.kill()
-            process.wait()
-
-
-def _redirect_standard_streams() -> None:
-    """Let user code read nothing from standard input and print to standard error."""
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-
-
 def _prepare() -> dict[str, object]:
     try:
         importlib.import_module("math_verify")
@@ -194,7 +106,7 @@ def _serve(
                 )
             else:
                 found = _graded(grader, request["task"], request["text"])
-            _send(connection, {"number": request["number"], **found})
+            send(connection, {"number": request["number"], **found})
 
 
 def _used(

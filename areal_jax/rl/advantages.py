@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Int
 from areal_jax.rl.config import (
     GAE,
     GDPO,
+    SPO,
     Advantages,
     BatchNormalized,
     CustomAdvantages,
@@ -49,6 +50,8 @@ class Trajectory(NamedTuple):
     """Critic's value of the state after the last sampled token; 0 if the answer has ended."""
     components: Mapping[str, float] = {}
     """Named parts of the reward."""
+    baseline: float | None = None
+    """Expected reward of the prompt, with SPO."""
 
 
 def compute_advantages(
@@ -73,6 +76,8 @@ def compute_advantages(
             return _spread(groups, [_max_rl(rewards_G) for rewards_G in _rewards_by_group(groups)])
         case GDPO():
             return _spread(groups, _component_normalized(groups, config))
+        case SPO():
+            return _spread(groups, _above_tracked_rate(groups, config))
         case BatchNormalized():
             return _batch_normalized(groups, config)
         case GAE():
@@ -86,7 +91,7 @@ def compute_advantages(
     raise TypeError(
         "expected an advantage estimator of areal_jax.rl.config, found "
         f"{type(config).__name__}; set trainer.advantages to GroupNormalized, LeaveOneOut, "
-        "MaxRL, GDPO, BatchNormalized, Unnormalized or GAE"
+        "MaxRL, GDPO, SPO, BatchNormalized, Unnormalized or GAE"
     )
 
 
@@ -274,6 +279,30 @@ def _max_rl(rewards_G: Float[np.ndarray, "G"]) -> Float32[np.ndarray, "G"]:
         )
     mean = rewards_G.mean() if len(rewards_G) else 0.0
     return (_centred(rewards_G) / (mean if mean > 0.0 else 1.0)).astype(np.float32)
+
+
+def _above_tracked_rate(
+    groups: Sequence[Sequence[Trajectory]], config: SPO
+) -> list[Float64[np.ndarray, "_"]]:
+    """d = r - tracked rate of the prompt, then (d - mean) / (std + eps) over the samples of the
+    batch (SPO, arXiv:2509.13232).
+    """
+    for each in chain.from_iterable(groups):
+        if each.baseline is None or not 0.0 <= each.reward <= 1.0:
+            raise ValueError(
+                "trainer.advantages=SPO expects rewards between 0 and 1 and a tracked success "
+                f"rate, found a reward of {each.reward} and a rate of {each.baseline}; set "
+                "rewards.correct=1 and rewards.wrong=0"
+            )
+    above = [
+        np.array([each.reward - (each.baseline or 0.0) for each in group], np.float64)
+        for group in groups
+    ]
+    flat = np.concatenate([np.zeros(0), *above])
+    if not len(flat) or flat.min() == flat.max():
+        return [np.zeros(len(group)) for group in groups]
+    divisor = flat.std(ddof=1) + config.eps
+    return [(above_G - flat.mean()) / divisor for above_G in above]
 
 
 def _component_normalized(

@@ -384,6 +384,16 @@ class Reinforce(ProximalLoss):
 
 
 @chz.chz
+class OffPolicyReinforce(ImportanceWeightedLoss, BehaveLoss):
+    """The policy gradient without a proximal policy: w A log(theta), where the importance weight
+    and the rejection read theta/behave, without gradient (verl's bypass mode with loss_type
+    reinforce).
+
+    Unlike `Reinforce`, its weight can be truncated at the level of tokens or sequences.
+    """
+
+
+@chz.chz
 class CustomLoss(ProximalLoss, ABC):
     """A user-defined objective: a subclass that defines `gain` (see
     experiments/own_objective.py).
@@ -528,6 +538,39 @@ class GDPO(Advantages):
     )
     eps: float = chz.field(
         validator=POSITIVE, default=1e-6, doc="added to standard deviations, in units of reward"
+    )
+
+
+@chz.chz
+class SPO(Advantages):
+    """SPO (arXiv:2509.13232): reward - tracked success rate of its prompt, normalised over the
+    samples of the batch; one sample per group is enough.
+
+    The rate is successes / (successes + failures). After each step the past counts
+    2^(-change / half_change) of what it did, where change is how far the log-probs of the prompt's
+    last answer have moved since. Rewards are between 0 and 1 (`rewards.wrong=0`) and not shaped.
+    """
+
+    half_change: float = chz.field(
+        validator=POSITIVE,
+        default=0.06,
+        doc="mean absolute change of the log-probs of a prompt's last answer, in nats, with which "
+        "the past counts half",
+    )
+    decay_min: float = chz.field(
+        validator=FRACTION, default=0.875, doc="smallest weight of the past after a step"
+    )
+    decay_max: float = chz.field(
+        validator=FRACTION, default=0.96, doc="largest weight of the past after a step"
+    )
+    prior_successes: float = chz.field(
+        validator=POSITIVE, default=0.5, doc="successes of a prompt before its first sample"
+    )
+    prior_failures: float = chz.field(
+        validator=POSITIVE, default=0.5, doc="failures of a prompt before its first sample"
+    )
+    eps: float = chz.field(
+        validator=POSITIVE, default=1e-6, doc="added to the standard deviation, in units of reward"
     )
 
 

@@ -31,6 +31,7 @@ from areal_jax.rl.config import (
     Loss,
     M2POClip,
     Masked,
+    OffPolicyReinforce,
     Reinforce,
     Truncated,
     Weighted,
@@ -141,11 +142,13 @@ def policy_loss(
     mask = jnp.asarray(mask).astype(bool)
     logp, advantages = zero_outside(mask, logp), zero_outside(mask, advantages)
     behave_logp = jax.lax.stop_gradient(zero_outside(mask, behave_logp))
-    proximal_logp = (
-        behave_logp
-        if isinstance(config, BehaveLoss)
-        else jax.lax.stop_gradient(zero_outside(mask, proximal_logp))
-    )
+    match config:
+        case OffPolicyReinforce():
+            proximal_logp = jax.lax.stop_gradient(logp)
+        case BehaveLoss():
+            proximal_logp = behave_logp
+        case _:
+            proximal_logp = jax.lax.stop_gradient(zero_outside(mask, proximal_logp))
 
     weight, capped = behave_weight(config, proximal_logp - behave_logp, mask, segment_ids)
     rejected = rejected_tokens(
@@ -195,6 +198,8 @@ def policy_loss(
             gain, extra = _weighted_by_clipped_ratio(logp, log_ratio, advantages, config)
         case M2PO() | Reinforce():
             gain, extra = jnp.exp(log_ratio) * advantages, {}
+        case OffPolicyReinforce():
+            gain, extra = advantages * logp, {}
         case CustomLoss():
             gain, extra = config.gain(jnp.exp(log_ratio), advantages, logp), {}
         case _:

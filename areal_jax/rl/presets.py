@@ -18,6 +18,7 @@ from areal_jax.rl.config import (
     M2PO,
     PPO,
     SAPO,
+    SPO,
     VESPO,
     Advantages,
     BatchNormalized,
@@ -31,6 +32,7 @@ from areal_jax.rl.config import (
     Masked,
     MaxRL,
     Mean,
+    OffPolicyReinforce,
     Reference,
     Reinforce,
     Rejection,
@@ -119,6 +121,10 @@ PRESETS: dict[str, Preset] = {
         "GDPO, arXiv:2601.05242; needs a reward function with named components",
         advantages=GDPO(),
     ),
+    "spo": Preset(
+        "SPO, arXiv:2509.13232; needs rewards.correct=1, rewards.wrong=0 and recurring prompts",
+        advantages=SPO(),
+    ),
     "ppo_no_critic": Preset(
         "PPO, arXiv:1707.06347, with GRPO's advantages instead of a critic's", loss=PPO()
     ),
@@ -187,6 +193,12 @@ PRESETS: dict[str, Preset] = {
         _VERL + "rejection by the geometric mean, and truncated weights of tokens",
         loss=DecoupledPPO(importance_weighting=Truncated(cap=2.0), rejection=_GEOMETRIC),
     ),
+    "decoupled_geo_rs_seq_tis": Preset(
+        _VERL + "rejection by the geometric mean, and truncated weights of sequences",
+        loss=DecoupledPPO(
+            importance_weighting=Truncated(cap=2.0, level="sequence"), rejection=_GEOMETRIC
+        ),
+    ),
     "decoupled_k3_rs": Preset(
         _VERL + "rejection by the k3 estimate, no weights",
         loss=DecoupledPPO(importance_weighting=Unweighted(), rejection=_K3),
@@ -194,6 +206,10 @@ PRESETS: dict[str, Preset] = {
     "decoupled_k3_rs_token_tis": Preset(
         _VERL + "rejection by the k3 estimate, and truncated weights of tokens",
         loss=DecoupledPPO(importance_weighting=Truncated(cap=2.0), rejection=_K3),
+    ),
+    "decoupled_k3_rs_seq_tis": Preset(
+        _VERL + "rejection by the k3 estimate, and truncated weights of sequences",
+        loss=DecoupledPPO(importance_weighting=Truncated(cap=2.0, level="sequence"), rejection=_K3),
     ),
     "bypass_ppo_clip": Preset(
         _VERL + "plain PPO around the policy that sampled", loss=DecoupledPPO(proximal="behave")
@@ -205,5 +221,25 @@ PRESETS: dict[str, Preset] = {
     "bypass_ppo_clip_k3_rs": Preset(
         _VERL + "plain PPO, and rejection by the k3 estimate of theta/behave",
         loss=DecoupledPPO(proximal="behave", rejection=_K3),
+    ),
+    "bypass_pg_is": Preset(
+        _VERL + "policy gradient with truncated weights of sequences",
+        loss=OffPolicyReinforce(importance_weighting=Truncated(cap=2.0, level="sequence")),
+    ),
+    "bypass_pg_geo_rs": Preset(
+        _VERL + "policy gradient, and rejection by the geometric mean of theta/behave",
+        loss=OffPolicyReinforce(importance_weighting=Unweighted(), rejection=_GEOMETRIC),
+    ),
+    "bypass_pg_geo_rs_seq_tis": Preset(
+        _VERL + "policy gradient with truncated weights of sequences, and rejection by the "
+        "geometric mean",
+        loss=OffPolicyReinforce(
+            importance_weighting=Truncated(cap=2.0, level="sequence"), rejection=_GEOMETRIC
+        ),
+    ),
+    "bypass_pg_geo_rs_token_tis": Preset(
+        _VERL + "policy gradient with truncated weights of tokens, and rejection by the "
+        "geometric mean",
+        loss=OffPolicyReinforce(importance_weighting=Truncated(cap=2.0), rejection=_GEOMETRIC),
     ),
 }

@@ -37,7 +37,7 @@ from areal_jax.protocols import Engine
 from areal_jax.records import Task
 from areal_jax.rewards.service import RewardService
 from areal_jax.run.checks import find_unreadable
-from areal_jax.run.generation import evaluation_sampling, start_agents, workflow_of
+from areal_jax.run.generation import evaluation_sampling, start_host, workflow_of
 from areal_jax.run.models import DecodingPolicy, decoding_mesh, find_decoding_policy
 from areal_jax.run.plan_report import policy_text
 from areal_jax.run.prompt_limits import limit_prompts
@@ -250,9 +250,9 @@ async def through_workflow(
     """Generate as training does, through the experiment's workflow."""
     sampling = evaluation_sampling(experiment, tokenizer.stop_token_ids)
     async with AsyncExitStack() as stack:
-        agents = await start_agents(stack, experiment, tokenizer)
+        host = await start_host(stack, experiment, tokenizer)
         workflow = workflow_of(
-            experiment, tokenizer, experiment.evaluation.samples_per_task, grader.use, agents
+            experiment, tokenizer, experiment.evaluation.samples_per_task, grader.use, host
         )
 
         async def ask(index: int, task: Task) -> Sequence[Answer]:

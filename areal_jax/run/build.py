@@ -35,7 +35,7 @@ from areal_jax.protocols import (
 from areal_jax.records import RolloutState, Sampling
 from areal_jax.run.callbacks import RunControl
 from areal_jax.run.checkpointing import Checkpointer, Checkpointing, CheckpointWriter
-from areal_jax.run.generation import start_agents, training_sampling, workflow_of
+from areal_jax.run.generation import WorkflowHost, start_host, training_sampling, workflow_of
 from areal_jax.run.grading import (
     CountedGrader,
     TracedGrader,
@@ -53,7 +53,6 @@ from areal_jax.run.summary import next_commands
 from areal_jax.run.trainer import initial_weights
 from areal_jax.threads import run_in_thread
 from areal_jax.trainer.versions import Versions
-from areal_jax.workflows.agent import AgentHost
 
 AnyTrainer = TypeVar("AnyTrainer", bound=VersionedTrainer, covariant=True)
 AnyVersions = TypeVar("AnyVersions", bound=Versions)
@@ -70,8 +69,8 @@ class Run(Generic[AnyTrainer]):
     engine: MeasuredEngine
     grader: Grader
     tools: Tools
-    agents: AgentHost | None
-    """Host of the agents, where the workflow has agents."""
+    host: WorkflowHost | None
+    """Runs agents or environments, where the workflow has them."""
     stop: StopRequest
     """Set on Ctrl-C or SIGTERM: the run ends after the current step."""
     stream: TaskStream[Any]
@@ -98,7 +97,7 @@ class Run(Generic[AnyTrainer]):
         exp = self.experiment
         assert isinstance(exp, Experiment)
         num_samples = exp.rollout.samples_per_group
-        return workflow_of(exp, self.plan.tokenizer, num_samples, self.tools, self.agents)
+        return workflow_of(exp, self.plan.tokenizer, num_samples, self.tools, self.host)
 
     @property
     def sampling(self) -> Sampling:
@@ -347,7 +346,7 @@ async def make_run(
     recording.control = control
     if recording.rollout_log is not None:
         engine.on_assignment(recording.rollout_log.assign)
-    agents = await start_agents(stack, experiment, plan.tokenizer)
+    host = await start_host(stack, experiment, plan.tokenizer)
     traced = TracedGrader(grader, recording.trace)
     state = None if restored is None else decode(restored)[0]
     is_rl = isinstance(experiment, Experiment)
@@ -359,7 +358,7 @@ async def make_run(
         engine=engine,
         grader=traced,
         tools=traced.use,
-        agents=agents,
+        host=host,
         weight_channel=weight_channel,
         recording=recording,
     )
@@ -371,7 +370,7 @@ async def make_run(
         engine=engine,
         grader=traced,
         tools=traced.use,
-        agents=agents,
+        host=host,
         stop=stop,
         stream=stream,
         restored=state,

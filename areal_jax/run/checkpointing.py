@@ -22,10 +22,12 @@ from areal_jax.records import RolloutState
 from areal_jax.run.checks import RUN_ID
 from areal_jax.run.plan import TrainingPlan
 from areal_jax.run.recording import CHECKPOINT, Recording
-from areal_jax.trainer.versions import Versions
+from areal_jax.trainer.versions import HostState, Versions
 
 CRITIC = "critic"
 ADAPTER = "adapter"
+TRAINER = "trainer"
+"""Name of a trainer's host state beside the rollouts."""
 
 
 @runtime_checkable
@@ -60,6 +62,13 @@ class Checkpointer:
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
         self.trainer.restore(state)
+        if TRAINER in beside.facts:
+            arrays = {
+                name.removeprefix(f"{TRAINER}."): array
+                for name, array in beside.arrays.items()
+                if name.startswith(f"{TRAINER}.")
+            }
+            self.trainer.restore_host_state(HostState(beside.facts[TRAINER], arrays))
         return beside
 
     def save(self, version: int, beside: Columns) -> None:
@@ -68,6 +77,9 @@ class Checkpointer:
         Raises:
             CheckpointError: this one, or the one before, cannot be written.
         """
+        if (state := self.trainer.host_state) is not None:
+            arrays = {f"{TRAINER}.{name}": array for name, array in state.arrays.items()}
+            beside = Columns(beside.facts | {TRAINER: state.facts}, beside.arrays | arrays)
         self.store.save(version, self.trainer.state, beside)
 
     def write_results(self, version: int) -> list[str]:

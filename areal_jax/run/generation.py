@@ -1,9 +1,10 @@
-"""How a run generates: its workflow, its agents and the sampling of an evaluation."""
+"""How a run generates: its workflow with agents or environments, and how it samples."""
 
 from __future__ import annotations
 
 import math
 from contextlib import AsyncExitStack
+from typing import TypeAlias
 
 from areal_jax.config.experiment import AnyExperiment
 from areal_jax.data.tokenizer import HFTokenizer
@@ -12,8 +13,12 @@ from areal_jax.protocols import Tokenizer, Tools, Workflow
 from areal_jax.records import Sampling
 from areal_jax.serve.sessions import AgentServer
 from areal_jax.workflows.agent import AgentHost, Runner
-from areal_jax.workflows.config import Agent
+from areal_jax.workflows.config import Agent, Environment
+from areal_jax.workflows.environment import EnvironmentHost
 from areal_jax.workflows.from_config import make_workflow
+
+WorkflowHost: TypeAlias = AgentHost | EnvironmentHost
+"""Runs the agents or environments of a run."""
 
 
 def workflow_of(
@@ -21,7 +26,7 @@ def workflow_of(
     tokenizer: Tokenizer,
     num_samples: int,
     tools: Tools,
-    agents: Runner | None,
+    host: Runner | EnvironmentHost | None,
 ) -> Workflow:
     """The experiment's workflow, with `num_samples` samples of each task."""
     return make_workflow(
@@ -31,7 +36,7 @@ def workflow_of(
         experiment.rewards,
         max_prompt_tokens=experiment.engine.max_prompt_tokens,
         tools=tools,
-        agents=agents,
+        host=host,
     )
 
 
@@ -52,16 +57,21 @@ def evaluation_sampling(experiment: AnyExperiment, stop_token_ids: tuple[int, ..
     )
 
 
-async def start_agents(
+async def start_host(
     stack: AsyncExitStack, experiment: AnyExperiment, tokenizer: HFTokenizer
-) -> AgentHost | None:
-    """Start the process that runs agents, and the server that they call, until the stack ends;
-    None where the workflow has no agents.
+) -> WorkflowHost | None:
+    """Start the processes of environments, or those of agents and the server that they call, until
+    the stack ends; None where the workflow has neither.
 
     Raises:
-        ConfigError: the agent cannot be loaded.
+        ConfigError: the agent or environment cannot be loaded.
     """
     config = experiment.workflow
+    if isinstance(config, Environment):
+        environments = EnvironmentHost(config)
+        stack.push_async_callback(environments.close)
+        await environments.start()
+        return environments
     if not isinstance(config, Agent):
         return None
     # No timeout of its own: the end of an agent's session ends its calls.

@@ -14,12 +14,12 @@ from areal_jax.config.experiment import AnyExperiment
 from areal_jax.errors import ConfigError
 from areal_jax.metrics.trace import Trace
 from areal_jax.protocols import Grader
-from areal_jax.records import RewardResult, Task, ToolResult
-from areal_jax.rewards.grading_processes import CannotStart
+from areal_jax.records import ENVIRONMENT, RewardResult, Task, ToolResult
+from areal_jax.rewards.forks import CannotStart
 from areal_jax.rewards.probe import probe
 from areal_jax.rewards.service import RewardService
 from areal_jax.run.plan import Plan
-from areal_jax.workflows.config import Agent
+from areal_jax.workflows.config import Agent, Environment
 from areal_jax.workflows.from_config import find_tools_config
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ async def probe_rewards(
     Raises:
         ConfigError: the reward does not work.
     """
+    if isinstance(experiment.workflow, Environment):
+        return  # its steps have the rewards
     # An agent may grade itself, so that its tasks need no answer that a verifier can read.
     must_grade = not isinstance(experiment.workflow, Agent)
     for of_source in tasks:
@@ -116,4 +118,4 @@ def task_sets(plan: Plan) -> tuple[Sequence[Task], Sequence[Task]]:
 
 def kinds_of_tasks(plan: Plan) -> frozenset[str]:
     """Kinds of the tasks that will be graded."""
-    return frozenset(plan.tasks.kinds | plan.eval_tasks.kinds)
+    return frozenset(plan.tasks.kinds | plan.eval_tasks.kinds) - {ENVIRONMENT}

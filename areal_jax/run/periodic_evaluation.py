@@ -13,11 +13,10 @@ from areal_jax.evaluation.scoring import Evaluation, evaluate, num_tasks_to_fill
 from areal_jax.metrics import names
 from areal_jax.metrics.files import describe_disk_error
 from areal_jax.protocols import Engine, Grader, Tools, WeightPublisher
-from areal_jax.run.generation import evaluation_sampling, workflow_of
+from areal_jax.run.generation import WorkflowHost, evaluation_sampling, workflow_of
 from areal_jax.run.plan import Plan
 from areal_jax.run.recording import Recording
 from areal_jax.threads import run_in_thread
-from areal_jax.workflows.agent import AgentHost
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class PeriodicEvaluation:
     engine: Engine
     grader: Grader
     tools: Tools
-    agents: AgentHost | None
+    host: WorkflowHost | None
     weight_channel: WeightPublisher
     recording: Recording
     # At most one task: no evaluation starts while another runs. Started by `start`, ended by
@@ -83,9 +82,9 @@ class PeriodicEvaluation:
 
     async def _evaluate(self, version: int) -> None:
         experiment, config = self.plan.experiment, self.plan.experiment.evaluation
-        tokenizer, agents = self.plan.tokenizer, self.agents
+        tokenizer, host = self.plan.tokenizer, self.host
         paused = self.weight_channel.paused() if config.pinned else nullcontext()
-        evaluating = nullcontext() if agents is None else agents.evaluating(holds=config.pinned)
+        evaluating = nullcontext() if host is None else host.evaluating(holds=config.pinned)
         stage = self.recording.progress.stage("evaluation", announce=False)
         span = self.recording.span("evaluation", f"version {version}")
         with stage, paused, evaluating as runner, span:

@@ -92,6 +92,11 @@ class PreflightReport:
     findings: Sequence[Finding] = ()
     seconds: float = 0.0
 
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
 
 def run_preflight(experiment: AnyExperiment, source: str | None) -> PreflightReport:
     """Try an experiment without training it.

@@ -20,9 +20,9 @@ from areal_jax.data.sources import TaskSet
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.errors import ConfigError, first_error
 from areal_jax.protocols import Tools
-from areal_jax.records import Task, ToolResult
+from areal_jax.records import ENVIRONMENT, Task, ToolResult
 from areal_jax.rewards.service import RewardService
-from areal_jax.run.generation import start_agents, workflow_of
+from areal_jax.run.generation import WorkflowHost, start_host, workflow_of
 from areal_jax.run.grading import probe_rewards, start_rewards
 from areal_jax.run.preflight_findings import Finding, Trial
 from areal_jax.run.scripted_policy import (
@@ -33,7 +33,6 @@ from areal_jax.run.scripted_policy import (
     write_exploits,
     write_scripts,
 )
-from areal_jax.workflows.agent import Runner
 from areal_jax.workflows.from_config import find_tools_config
 
 NUM_SEARCHED = 64
@@ -78,13 +77,13 @@ class Trials:
         experiment = self._experiment
         service = RewardService(
             experiment.rewards,
-            frozenset(tasks.kinds | eval_tasks.kinds),
+            frozenset(tasks.kinds | eval_tasks.kinds) - {ENVIRONMENT},
             find_tools_config(experiment.workflow),
             logs_failures=False,
         )
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(service)
-            agents = await start_agents(stack, experiment, self._tokenizer)
+            host = await start_host(stack, experiment, self._tokenizer)
             await start_rewards(service, experiment, say=self._note)
             try:
                 await probe_rewards(service.grade, experiment, eval_tasks.tasks, say=self._note)
@@ -98,7 +97,7 @@ class Trials:
                 task = tasks.tasks[index]
                 by_kind.setdefault(task.kind, []).append((task, reference))
             for kind, of_kind in by_kind.items():
-                await self._try_kind(kind, of_kind, service, agents)
+                await self._try_kind(kind, of_kind, service, host)
         return self
 
     def _note(self, warning: str) -> None:
@@ -109,7 +108,7 @@ class Trials:
         kind: str,
         of_kind: Sequence[tuple[Task, ReferenceAnswer | None]],
         service: RewardService,
-        agents: Runner | None,
+        host: WorkflowHost | None,
     ) -> None:
         if missing := sum(reference is None for _, reference in of_kind):
             self._notes.append(
@@ -120,7 +119,7 @@ class Trials:
 
         async def attempt(task: Task, script: Script) -> Trial:
             async with running:
-                return await self._attempt(task, script, service, agents)
+                return await self._attempt(task, script, service, host)
 
         form = FORMS[0]
         solved = [(task, reference) for task, reference in of_kind if reference is not None]
@@ -145,13 +144,13 @@ class Trials:
         self.made += await asyncio.gather(*(attempt(*each) for each in scripts))
 
     async def _attempt(
-        self, task: Task, script: Script, service: RewardService, agents: Runner | None
+        self, task: Task, script: Script, service: RewardService, host: WorkflowHost | None
     ) -> Trial:
         tools = CountedTools(service.use)
         policy = ScriptedPolicy(script, self._tokenizer, self.budget)
         samples, failure = (), ""
         try:
-            workflow = workflow_of(self._experiment, self._tokenizer, 1, tools, agents)
+            workflow = workflow_of(self._experiment, self._tokenizer, 1, tools, host)
             async with asyncio.timeout(TRIAL_TIMEOUT_S):
                 samples = await workflow(task, policy, service)
         except Exception as error:  # the user's reward function, agent or template

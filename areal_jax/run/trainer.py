@@ -10,8 +10,9 @@ import numpy as np
 
 from areal_jax.config.experiment import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.errors import config_errors
+from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models import hf
+from areal_jax.models.attention import choose_kernel
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import TRAIN_RULES, abstract, is_abstract, shardings
 from areal_jax.rl.config import CrossTokenizer
@@ -98,8 +99,37 @@ def _forward(plan: TrainingPlan, policy: Policy, row_tokens: int) -> Forward:
         plan.compute_dtype,
         temperature=sampling_temperature(plan),
         row_tokens=row_tokens,
+        shares_prefixes=shares_prefixes(plan),
         compiler=plan.compiler,
     )
+
+
+def shares_prefixes(plan: TrainingPlan) -> bool:
+    """Return whether tokens with which several samples begin are packed once.
+
+    All policies that read the samples compute attention alone over the tokens before; recorded
+    experts and images belong to a sample.
+    """
+    experiment = plan.experiment
+    if not isinstance(experiment, Experiment):
+        return False
+    policies = [plan.policy, plan.critic, *(spec.policy for spec in plan.frozen_models)]
+    can_share = not experiment.engine.router_replay and not any(
+        policy.config.linear or policy.config.vision for policy in policies if policy is not None
+    )
+    match experiment.trainer.share_prefixes:
+        case "always":
+            if not can_share:
+                raise ConfigError(
+                    "trainer.share_prefixes=always needs policies without linear attention, images "
+                    "and engine.router_replay; set it to auto"
+                )
+            return True
+        case "never":
+            return False
+        case "auto":
+            platform = plan.train_mesh.devices.flat[0].platform
+            return can_share and choose_kernel(platform, plan.row_tokens) in ("dense", "blocked")
 
 
 def trainable_model(plan: TrainingPlan, params: Params, base: Params | None) -> TrainableModel:
@@ -114,6 +144,7 @@ def trainable_model(plan: TrainingPlan, params: Params, base: Params | None) -> 
         base=base,
         replays_router=isinstance(plan.experiment, Experiment)
         and plan.experiment.engine.router_replay,
+        shares_prefixes=shares_prefixes(plan),
         compiler=plan.compiler,
         image_reader=plan.image_reader,
     )
@@ -199,6 +230,7 @@ def initial_critic(plan: TrainingPlan, *, shapes_only: bool = False) -> Trainabl
         mesh=plan.train_mesh,
         compute_dtype=plan.compute_dtype,
         row_tokens=plan.row_tokens,
+        shares_prefixes=shares_prefixes(plan),
         compiler=plan.compiler,
     )
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from functools import cache
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from aiohttp import http_exceptions, web
@@ -28,10 +28,15 @@ from areal_jax.records import Completion, OnProgress, Progress
 from areal_jax.serve.bodies import (
     APIError,
     Chat,
+    DetokenizeBody,
     GenerationParams,
+    Texts,
+    TokenizeBody,
     read_chat,
     read_json,
     read_texts,
+    read_tokens,
+    validated,
 )
 from areal_jax.serve.config import LimitsConfig
 from areal_jax.serve.detokenizer import StreamDetokenizer
@@ -146,8 +151,12 @@ class App:
         for prefix in ("", "/sessions/{session}"):
             self.http.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             self.http.router.add_post(f"{prefix}/v1/completions", self._texts)
+            self.http.router.add_post(f"{prefix}/inference/v1/generate", self._tokens)
             self.http.router.add_get(f"{prefix}/v1/models", self._models)
             self.http.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
+        self.http.router.add_post("/tokenize", self._tokenize)
+        self.http.router.add_post("/detokenize", self._detokenize)
+        self.http.router.add_get("/tokenizer_info", self._tokenizer_info)
         self.http.router.add_get("/health", self._health)
         self.http.router.add_get("/metrics", self._scrape)
 
@@ -235,16 +244,16 @@ class App:
             case web.HTTPException():
                 return APIError(
                     error.status,
-                    f"{error.reason}: see /v1/models, /v1/chat/completions and /v1/completions",
+                    f"{error.reason}: see /v1/models, /v1/chat/completions, /v1/completions and "
+                    "/inference/v1/generate",
                 )
             case _:
                 return APIError(500, f"the server failed: {type(error).__name__}")
 
     def _source(self, request: web.Request) -> Backend:
-        kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        return self._auth.enter(
-            request.match_info.get("session", ""), key.strip() if kind.lower() == "bearer" else ""
-        )
+        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        key = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+        return self._auth.enter(request.match_info.get("session", ""), key)
 
     async def _body(self, request: web.Request) -> bytes:
         try:
@@ -277,6 +286,39 @@ class App:
         _require_model(source, wanted)
         return web.json_response(model)
 
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        source = self._source(request)
+        body = await self._body(request)
+
+        def work() -> dict[str, Any]:
+            given = validated(TokenizeBody, read_json(body, self._limits.max_body_values))
+            encode = source.tokenizer.encode
+            if given.add_special_tokens:
+                encode = source.tokenizer.encode_prompt
+            tokens = encode(given.prompt).tolist()
+            return {"tokens": tokens, "count": len(tokens)}
+
+        return web.json_response(await self._in_thread(len(body), work))
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        source = self._source(request)
+        body = await self._body(request)
+
+        def work() -> dict[str, str]:
+            given = validated(DetokenizeBody, read_json(body, self._limits.max_body_values))
+            tokens, size = np.array(given.tokens, np.int32), source.tokenizer.vocab_size
+            if len(tokens) and tokens.max() >= size:
+                expected = f"expected tokens below {size}, found {tokens.max()}"
+                raise APIError(400, expected, param="tokens")
+            return {"prompt": source.tokenizer.decode(tokens)}
+
+        return web.json_response(await self._in_thread(len(body), work))
+
+    async def _tokenizer_info(self, request: web.Request) -> web.Response:
+        tokenizer = self._source(request).tokenizer
+        found = {"tokenizer_class": None, "chat_template": tokenizer.template}
+        return web.json_response({**found, **tokenizer.special_tokens})
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         source = self._source(request)
         body = await self._body(request)
@@ -300,14 +342,25 @@ class App:
                 raise APIError(400, str(error), param="messages") from error
 
         chat, prompt = await self._in_thread(len(body), read)
-        return await self._answer(request, source, [prompt], chat.generation_params, chat)
+        return await self._answer(request, source, [prompt], chat.generation_params, chat, "chat")
 
     async def _texts(self, request: web.Request) -> web.StreamResponse:
+        return await self._continue(request, read_texts, "text")
+
+    async def _tokens(self, request: web.Request) -> web.StreamResponse:
+        return await self._continue(request, read_tokens, "tokens")
+
+    async def _continue(
+        self,
+        request: web.Request,
+        read_body: Callable[[Mapping[str, Any]], Texts],
+        kind: Literal["text", "tokens"],
+    ) -> web.StreamResponse:
         source = self._source(request)
         body = await self._body(request)
 
         def read() -> tuple[GenerationParams, list[Prompt]]:
-            asked = read_texts(read_json(body, self._limits.max_body_values))
+            asked = read_body(read_json(body, self._limits.max_body_values))
             _require_model(source, asked.generation_params.model)
             self._require_few(asked.generation_params.num_samples * len(asked.prompts))
             encode = source.prompt_of_text
@@ -318,7 +371,7 @@ class App:
             return asked.generation_params, prompts
 
         generation_params, prompts = await self._in_thread(len(body), read)
-        return await self._answer(request, source, prompts, generation_params, None)
+        return await self._answer(request, source, prompts, generation_params, None, kind)
 
     # Responses.
 
@@ -329,10 +382,10 @@ class App:
         prompts: Sequence[Prompt],
         generation_params: GenerationParams,
         chat: Chat | None,
+        kind: Literal["chat", "text", "tokens"],
     ) -> web.StreamResponse:
         self._require_few(generation_params.num_samples * len(prompts))
         self._num_requests += 1
-        kind = "text" if chat is None else "chat"
         form = Form(
             kind,
             str(self._num_requests),
@@ -349,7 +402,8 @@ class App:
             else:
                 async with self._until(deadline_s):
                     parts = await answering.whole()
-                    text = await self._in_thread(_size(parts), lambda: form.whole(parts))
+                    write = form.in_tokens if kind == "tokens" else form.whole
+                    text = await self._in_thread(_size(parts), lambda: write(parts))
                     response = web.Response(text=text, content_type="application/json")
         usage = form.usage(answering.reported)
         self._metrics.prompt_tokens.inc(usage["prompt_tokens"])
@@ -607,9 +661,32 @@ def _http_logger() -> logging.Logger:
     return found
 
 
+@runtime_checkable
+class ConnectionLimits(Protocol):
+    """Limits of connections."""
+
+    @property
+    def max_connections(self) -> int: ...
+    @property
+    def body_timeout_s(self) -> float: ...
+
+
+@runtime_checkable
+class HTTPApp(Protocol):
+    """An application that can listen."""
+
+    @property
+    def http(self) -> web.Application: ...
+    @property
+    def limits(self) -> ConnectionLimits: ...
+    def close(self) -> None:
+        """End its threads."""
+        ...
+
+
 @asynccontextmanager
 async def listening(
-    app: App, host: str, port: int, shutdown_timeout_s: float
+    app: HTTPApp, host: str, port: int, shutdown_timeout_s: float
 ) -> AsyncIterator[int]:
     """Listen at an address while the body runs; yields the port. At the end, running requests have
     some time to finish.

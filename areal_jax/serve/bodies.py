@@ -55,6 +55,16 @@ IGNORED = (
 """Fields without effect on the answer."""
 
 
+OF_TEXT = (
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "detokenize",
+    "prompt_logprobs",
+)
+"""Sampling parameters of vLLM that say how tokens become text; an answer in tokens has none."""
+
+
 class APIError(Exception):
     """A refused request, with the message for the client."""
 
@@ -153,7 +163,7 @@ def read_chat(given: Mapping[str, Any], max_messages: int = 1 << 20) -> Chat:
         expected = f"at most limits.max_messages={max_messages} items, found {len(messages)}"
         message = f"expected messages to have {expected}"
         raise APIError(400, message, code="context_length_exceeded", param="messages")
-    body = _validated(_ChatBody, given)
+    body = validated(_ChatBody, given)
     if body.top_logprobs and not body.logprobs:
         found = f"top_logprobs={body.top_logprobs} and logprobs=false"
         raise APIError(400, f"top_logprobs requires logprobs=true, found {found}", param="logprobs")
@@ -169,12 +179,28 @@ def read_chat(given: Mapping[str, Any], max_messages: int = 1 << 20) -> Chat:
 
 def read_texts(given: Mapping[str, Any]) -> Texts:
     """Validate a request for /v1/completions."""
-    body = _validated(_TextsBody, given)
+    body = validated(_TextsBody, given)
     if body.best_of not in (None, body.n):
         message = f"expected best_of to be n={body.n}, found {body.best_of}"
         raise APIError(400, message, param="best_of")
     prompts = tuple(tuple(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt)
     return Texts(body.generation_params(body.max_tokens, body.logprobs), prompts)
+
+
+def read_tokens(given: Mapping[str, Any]) -> Texts:
+    """Validate a request for /inference/v1/generate: one prompt of token ids, and vLLM's
+    `sampling_params`.
+    """
+    body = validated(_TokensBody, given)
+    sampling = {
+        name: value
+        for name, value in body.sampling_params.items()
+        if name not in OF_TEXT and (name, value) != ("top_k", -1)  # vLLM's "no filter"
+    }
+    fixed = {"model": body.model, "prompt": body.token_ids, "return_token_ids": True}
+    if clash := sorted(fixed.keys() & sampling.keys()):
+        raise APIError(400, f"Unrecognized sampling parameter supplied: {clash[0]}", param=clash[0])
+    return read_texts(sampling | fixed)
 
 
 def _expected(what: str) -> WrapValidator:
@@ -433,10 +459,43 @@ class _TextsBody(_Body):
     best_of: int | None = None
 
 
-_B = TypeVar("_B", bound=_Body)
+class _TokensBody(BaseModel):
+    """Other fields, such as a request id or a priority, have no effect."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    model: str
+    token_ids: _Tokens
+    sampling_params: dict[str, Any] = {}
+    stream: Annotated[bool | None, _only(False)] = False
 
 
-def _validated(kind: type[_B], given: Mapping[str, Any]) -> _B:
+class TokenizeBody(BaseModel):
+    """A text to be encoded, with the tokens that tokenizer.json adds by default."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(BaseModel):
+    """Token ids to be decoded."""
+
+    model_config = ConfigDict(strict=True)
+
+    tokens: Annotated[list[_Token], Field(fail_fast=True)]
+
+
+_B = TypeVar("_B", bound=BaseModel)
+
+
+def validated(kind: type[_B], given: Mapping[str, Any]) -> _B:
+    """Return a body as its model.
+
+    Raises:
+        APIError: it does not fit.
+    """
     try:
         return kind.model_validate(given)
     except ValidationError as error:

@@ -44,7 +44,7 @@ class Part:
 class Form:
     """The answers to one request."""
 
-    kind: Literal["chat", "text"]
+    kind: Literal["chat", "text", "tokens"]
     number: str
     """Names the request."""
     generation_params: GenerationParams
@@ -62,6 +62,26 @@ class Form:
         choices = ", ".join([_written(self._choice(part, "message")) for part in parts])
         before, after = self._frame(kind) | self._prompts(), {"usage": self.usage(parts)}
         return f'{_written(before)[:-1]}, "choices": [{choices}], {_written(after)[1:]}'
+
+    def in_tokens(self, parts: Sequence[Part]) -> str:
+        """The answer without text, as vLLM's /inference/v1/generate writes it, as JSON."""
+        choices = [
+            {
+                "index": part.index,
+                "token_ids": part.sampled.tokens.tolist(),
+                "finish_reason": part.finish,
+                "logprobs": {
+                    "content": [
+                        {"token": f"token_id:{token}", "logprob": logp, "top_logprobs": []}
+                        for token, logp, _ in _with_top_logprobs(part.sampled)
+                    ]
+                },
+                "versions": part.sampled.versions.tolist(),
+            }
+            for part in parts
+        ]
+        frame = {"request_id": self.number, "choices": choices, "usage": self.usage(parts)}
+        return _written(frame | self._prompts())
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the first chunks of a stream, with the role."""

@@ -92,7 +92,7 @@ class TrainerConfig:
     loss: Loss = chz.field(
         default_factory=DecoupledPPO,
         doc="the objective: DecoupledPPO, PPO, GSPO, GMPO, SAPO, CISPO, M2PO, M2POClip, DPPO, "
-        "VESPO or Reinforce",
+        "VESPO, Reinforce or OffPolicyReinforce",
     )
     loss_mean: Mean = chz.field(
         default="tokens",
@@ -119,7 +119,7 @@ class TrainerConfig:
     )
     advantages: Advantages = chz.field(
         default_factory=GroupNormalized,
-        doc="GroupNormalized, LeaveOneOut, MaxRL, GDPO, BatchNormalized, Unnormalized, or "
+        doc="GroupNormalized, LeaveOneOut, MaxRL, GDPO, SPO, BatchNormalized, Unnormalized, or "
         "GAE, with a critic",
     )
     critic: Critic = chz.field(
@@ -146,6 +146,12 @@ class TrainerConfig:
         validator=NOT_NEGATIVE,
         default=0,
         doc="tokens of a packed row; 0: the engine's longest sequence",
+    )
+    share_prefixes: Literal["auto", "always", "never"] = chz.field(
+        default="auto",
+        doc="pack tokens once with which several samples begin, such as the prompt of a group; "
+        "auto: where attention is as fast with them (on CPUs), always: with attention in plain XLA "
+        "on GPUs and TPUs",
     )
     row_image_tokens: int = chz.field(
         validator=NOT_NEGATIVE,

@@ -165,11 +165,23 @@ def _predictions(
     if not places:
         return {}
     sequences = [
-        TrainingSequence(reading.tokens, np.zeros(len(reading.tokens), bool))
+        TrainingSequence(
+            reading.tokens,
+            np.zeros(len(reading.tokens), bool),
+            num_context=int(reading.starts.min(initial=len(reading.tokens))),
+        )
         for reading in readings
     ]
-    batches, layout = pack(sequences, rows=forward.rows, row_tokens=forward.row_tokens)
-    columns = [(each.tokens, each.segment_ids, each.positions) for each in batches]
+    batches, layout = pack(
+        sequences,
+        rows=forward.rows,
+        row_tokens=forward.row_tokens,
+        share_prefixes=forward.shares_prefixes,
+    )
+    columns = [
+        (each.tokens, each.segment_ids, each.positions, None, None, each.visible_until)
+        for each in batches
+    ]
     on_mesh = [ModelInputs(*each) for each in put_batch(forward.mesh, columns, TRAIN_RULES)]
     if num_top:
         on_host = fetch(teacher.top_predictions(on_mesh, num_top))

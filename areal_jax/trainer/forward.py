@@ -16,8 +16,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from areal_jax.models import lora
 from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
+from areal_jax.models.blocked_attention import Visibility
 from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.delta_rule import sharded_recurrence
 from areal_jax.models.moe import Routing, ids_dtype, sharded_experts
 from areal_jax.models.vision.tower import MAX_DENSE_PATCHES, ImageInputs
 from areal_jax.parallel.compilation import Compiler, compile_lowered
@@ -42,6 +44,8 @@ class ModelInputs(NamedTuple):
     experts: Shaped[Array, "B T L k"] | None = None
     """Recorded experts, to which tokens go instead of the router's choice."""
     images: ImageInputs | None = None
+    visible_until: Int[Array, "B T"] | None = None
+    """Present if sequences share tokens, as in `PackedBatch`."""
 
 
 class DeviceBatch(NamedTuple):
@@ -70,6 +74,8 @@ class DeviceBatch(NamedTuple):
     """Present if the policy replays recorded experts."""
     images: ImageInputs | None = None
     """Present if the policy reads images."""
+    visible_until: Int[Array, "B T"] | None = None
+    """Present if sequences share tokens, as in `PackedBatch`."""
     teacher_logp: Float[Array, "B T"] | None = None
     """Present if the objective reads a teacher's log-probs."""
     clip_bound: Float[Array, "B T"] | None = None
@@ -138,6 +144,7 @@ class Forward:
         temperature: float,
         row_tokens: int,
         replays_router: bool = False,
+        shares_prefixes: bool = False,
         compiler: Compiler = compile_lowered,
     ):
         """
@@ -150,6 +157,8 @@ class Forward:
             row_tokens: Length of a row, in tokens.
             replays_router: Whether tokens go to the recorded experts of a batch (R3,
                 arXiv:2510.11370); otherwise a batch's experts are not read.
+            shares_prefixes: Whether tokens with which several sequences of a row begin are in the
+                row once.
             compiler: Compiles this program and those that it is traced into.
 
         Raises:
@@ -162,6 +171,9 @@ class Forward:
         self.remat: Remat = config.remat
         self.learns_entropy = config.entropy_coef != 0.0
         self.kernel: Kernel = choose_kernel(mesh.devices.flat[0].platform, row_tokens)
+        self.shares_prefixes = shares_prefixes
+        if shares_prefixes and self.kernel != "dense":
+            self.kernel = "blocked"  # the other kernels know segments only
         self.rows = config.rows_per_micro_batch * num_shards(mesh, "batch", TRAIN_RULES)
         self.chunk_tokens = (
             config.logp_chunk_tokens
@@ -217,6 +229,10 @@ class Forward:
             column(vision.patch_width, np.float32), column(5, np.int32), self.column(np.int32)
         )
 
+    def visible_until_column(self) -> Any:
+        """Return the shape of `visible_until` of a micro-batch; None without."""
+        return self.column(np.int32) if self.shares_prefixes else None
+
     def targets_column(self, num_top: int) -> TeacherTargets | None:
         """Return the shapes of a teacher's most likely tokens at each token; None without."""
         if not num_top:
@@ -239,8 +255,14 @@ class Forward:
                 f"expected a policy that reads images, found {self.policy.config.architecture}; "
                 "set reference and teacher to vision-language policies too, or leave them out"
             )
-        experts = batch.experts if self.replays_router else None
-        return ModelInputs(batch.tokens, batch.segment_ids, batch.positions, experts, batch.images)
+        return ModelInputs(
+            batch.tokens,
+            batch.segment_ids,
+            batch.positions,
+            batch.experts if self.replays_router else None,
+            batch.images,
+            batch.visible_until,
+        )
 
     @property
     def num_compilations(self) -> int:
@@ -271,6 +293,7 @@ class Forward:
                 positions=self.positions_column(),
                 experts=self.experts_column(),
                 images=self.images_column(),
+                visible_until=self.visible_until_column(),
             )
             function = partial(self._top_predictions, num_top) if num_top else self._logprobs
             jitted = jax.jit(function, out_shardings=self.placed)
@@ -295,8 +318,22 @@ class Forward:
         )
         return TopPredictions(found.logp, ids, top_logp)
 
-    def predictions(self, params: Params, base: Params, inputs: ModelInputs) -> Predictions:
-        """Return what the policy predicts of a micro-batch."""
+    def predictions(
+        self,
+        params: Params,
+        base: Params,
+        inputs: ModelInputs,
+        targets: Int[Array, "B T"] | None = None,
+    ) -> Predictions:
+        """Return what the policy predicts of a micro-batch.
+
+        Args:
+            params: Trained parameters.
+            base: Frozen parameters of an adapter.
+            inputs: What it reads.
+            targets: Tokens whose log-probs are returned, each at its place in the row; None: those
+                that it reads.
+        """
         whole = self.whole(params, base)
         hidden, routing = self.hidden(whole, inputs)
         if self.policy.config.is_scalar:
@@ -305,7 +342,7 @@ class Forward:
         logp, entropy = token_logprobs(
             hidden,
             head,
-            inputs.tokens,
+            inputs.tokens if targets is None else targets,
             inputs.segment_ids,
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
@@ -343,11 +380,16 @@ class Forward:
             images = self.policy.encode_images(
                 whole, inputs.images, compute_dtype=self.compute_dtype, remat=self.remat
             )
+        shared = None
+        if inputs.visible_until is not None:
+            shared = Visibility.of_shared(
+                inputs.segment_ids, inputs.visible_until, inputs.positions
+            )
         hidden, _, routing = self.policy.hidden(
             whole,
             inputs.tokens,
             inputs.positions,
-            sharded_attention(inputs.segment_ids, self.kernel, self.mesh, TRAIN_RULES),
+            sharded_attention(inputs.segment_ids, self.kernel, self.mesh, TRAIN_RULES, shared),
             compute_dtype=self.compute_dtype,
             # Without a scan, XLA on CPU merges what remat recomputes with the first computation, so
             # that remat saves nothing.
@@ -355,6 +397,7 @@ class Forward:
             and self.policy.config.num_hidden_layers <= MAX_UNROLLED_LAYERS,
             remat=self.remat,
             experts=sharded_experts(self.mesh, TRAIN_RULES),
+            recur=sharded_recurrence(self.mesh, TRAIN_RULES),
             counted=inputs.segment_ids > 0,
             replay=inputs.experts,
             images=images,

@@ -54,10 +54,31 @@ def make_optimizer(
     decays = _matrices(axes)
     if freezes_vision and "vision" in decays:
         decays |= {"vision": jax.tree.map(lambda _: False, decays["vision"])}
+    return _adamw(
+        config.beta1, config.beta2, config.eps, config.weight_decay, config.max_grad_norm, decays
+    )
+
+
+def make_traced_optimizer(
+    hyperparameters: Float[Array, "5"], axes: Any
+) -> optax.GradientTransformation:
+    """Make the optimizer of `make_optimizer` within a program that reads its numbers.
+
+    Args:
+        hyperparameters: beta1, beta2, epsilon, weight decay and largest gradient norm, which may be
+            inf.
+        axes: Logical axis names of every parameter.
+    """
+    return _adamw(*hyperparameters, decays=_matrices(axes))
+
+
+def _adamw(
+    beta1: Any, beta2: Any, eps: Any, weight_decay: Any, max_grad_norm: Any, decays: Any
+) -> optax.GradientTransformation:
     return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
-        optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps),
-        optax.add_decayed_weights(config.weight_decay, mask=decays),
+        optax.clip_by_global_norm(max_grad_norm),
+        optax.scale_by_adam(b1=beta1, b2=beta2, eps=eps),
+        optax.add_decayed_weights(weight_decay, mask=decays),
     )
 
 

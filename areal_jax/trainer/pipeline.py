@@ -151,6 +151,10 @@ def _unchanged(advantages: TokenValues) -> TokenValues:
     return advantages
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, eq=False)
 class StageOutput:
     """What a stage adds to a step. By default nothing."""
@@ -159,11 +163,15 @@ class StageOutput:
     """Added to the rewards of tokens, before advantages are estimated."""
     values: CriticValues | None = None
     """Read by the estimator of advantages. At most one stage has them."""
+    baselines: Sequence[float] | None = None
+    """Expected reward of each group's prompt, read by the estimator of advantages."""
     transform_advantages: Callable[[TokenValues], TokenValues] = _unchanged
     """Applied to the estimated advantages."""
     columns: Mapping[str, Sequence[Column | None]] = field(default_factory=dict)
     """Columns of the policy's micro-batches, by name and mini-batch. None: as packed."""
     metrics: Mapping[str, float | Mean] = field(default_factory=dict)
+    on_trained: Callable[[], None] = _nothing
+    """Called after the updates of the step, which may fail."""
 
 
 Stage: TypeAlias = Callable[[PackedRollouts], StageOutput]
@@ -258,7 +266,9 @@ def pack_rollouts(
             experts = None if sample.experts is None else sample.experts[:end]
             columns = sample.tokens[:end], mask[:end], sample.behave_logp[:end], age, experts
             images = learner.read_images(batch.groups[i].task.images, sample.tokens[:end])
-            sequences.append(TrainingSequence(*columns, images))
+            # Of a token that was sampled, a stage may read the log-prob, also of a stale one.
+            num_context = int(sample.loss_mask.argmax())
+            sequences.append(TrainingSequence(*columns, images, num_context))
         micro_batches, layout = learner.pack(sequences)
         return MiniBatch(
             [learner.put(micro_batch) for micro_batch in micro_batches],
@@ -401,19 +411,33 @@ def _trajectories(
         return shape_rewards(config.shaping, rewards_G, num_sampled_G, limits.max_new_tokens)
 
     def trajectory(
-        sample: Sample, reward: float, trained: Bool[np.ndarray, "T"], *earned: np.ndarray
+        sample: Sample,
+        reward: float,
+        baseline: float | None,
+        trained: Bool[np.ndarray, "T"],
+        *earned: np.ndarray,
     ) -> Trajectory:
+        if isinstance(config.advantages, GAE) and sample.token_rewards is not None:
+            # Each turn's own reward; what shaping has changed counts at the end.
+            reward -= float(sample.token_rewards.sum(dtype=np.float64))
+            earned = (*earned, sample.token_rewards)
         return Trajectory(
             reward,
             sample.loss_mask,
             trained,
             sum(earned[1:], earned[0]) if earned else None,
             components=sample.components,
+            baseline=baseline,
         )
 
     rewards = [shaped(group).tolist() for group in batch.groups]
     earned = [each.token_rewards for each in contributions if each.token_rewards is not None]
-    return batch.map_samples(trajectory, rewards, batch.trained, *earned)
+    by_group = next((each.baselines for each in contributions if each.baselines is not None), None)
+    by_group = [None] * len(rewards) if by_group is None else by_group
+    baselines = [
+        [baseline] * len(of_group) for baseline, of_group in zip(by_group, rewards, strict=True)
+    ]
+    return batch.map_samples(trajectory, rewards, baselines, batch.trained, *earned)
 
 
 def _balanced(sizes: Sequence[int], num_shares: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from areal_jax.metrics.meters import Mean, Meters
 from areal_jax.parallel.compilation import Program
 from areal_jax.records import Group, StepResult
-from areal_jax.rl.config import GAE, KLInLoss, KLInReward
+from areal_jax.rl.config import GAE, SPO, KLInLoss, KLInReward
 from areal_jax.trainer import stages
 from areal_jax.trainer.batch_metrics import describe_batch
 from areal_jax.trainer.config import TrainerConfig
@@ -33,8 +33,9 @@ from areal_jax.trainer.pipeline import (
     select_tokens,
 )
 from areal_jax.trainer.step import Learner
+from areal_jax.trainer.success_rates import SuccessRates
 from areal_jax.trainer.updates import Update, apply_updates
-from areal_jax.trainer.versions import Versions
+from areal_jax.trainer.versions import HostState, Versions
 
 Phase = Literal["packing", "values", "frozen", "proximal", "update"]
 
@@ -86,7 +87,10 @@ class Trainer(Versions):
                 raise ValueError(
                     f"trainer.{name}: there is {there} and not {missing}; give both or neither"
                 )
-        super().__init__(policy, reads_logprobs=stages.reads_proximal(config), critic=critic)
+        spo = config.advantages if isinstance(config.advantages, SPO) else None
+        reads_logprobs = stages.reads_proximal(config) or spo is not None
+        super().__init__(policy, reads_logprobs=reads_logprobs, critic=critic)
+        self._rates = None if spo is None else SuccessRates(spo)
         self.config, self.limits = config, limits
         self._reference, self._teacher = reference, teacher
         self._teacher_input = teacher_input or TeacherInput()
@@ -94,6 +98,14 @@ class Trainer(Versions):
     @property
     def num_compilations(self) -> int:
         return super().num_compilations + sum(frozen.num_compilations for frozen in self._frozen())
+
+    @property
+    def host_state(self) -> HostState | None:
+        return None if self._rates is None else self._rates.state()
+
+    def restore_host_state(self, state: HostState) -> None:
+        assert self._rates is not None
+        self._rates.restore(state)
 
     def list_programs(self) -> list[Program]:
         programs = super().list_programs()
@@ -143,15 +155,18 @@ class Trainer(Versions):
                 meters.update(describe_values(estimate.trajectories, estimate.value_targets))
         with timer.phase("update"):
             meters.update(apply_updates(updates, self.version))
+        for contribution in contributions:
+            contribution.on_trained()
         self.version += 1
 
-        num_tokens, num_places = map(
-            sum, zip(*(each.layout.filled for each in packed.mini_batches), strict=True)
-        )
+        layouts = [each.layout for each in packed.mini_batches]
+        num_packed, num_places = map(sum, zip(*(each.filled for each in layouts), strict=True))
+        num_shared, num_tokens = map(sum, zip(*(each.shared for each in layouts), strict=True))
         meters.update(
             {
                 "num_updates": sum(each.num_loss_tokens > 0 for each in packed.mini_batches),
-                "packing_efficiency": Mean(num_tokens, num_places),
+                "packing_efficiency": Mean(num_packed, num_places),
+                "shared_token_fraction": Mean(num_shared, num_tokens),
                 **timer.metrics(num_tokens),
                 "num_compilations": self.num_compilations,
             }
@@ -186,6 +201,8 @@ class Trainer(Versions):
             )
         if self._critic is not None:
             yield "values", partial(stages.critic_values, critic=self._critic)
+        if self._rates is not None:
+            yield "values", partial(self._rates.stage, learner=self._learner)
         if self._trains_policy():
             yield (
                 "proximal",

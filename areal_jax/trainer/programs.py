@@ -280,6 +280,7 @@ class UpdatePrograms:
             **dict(zip(DeviceBatch._fields, map(column, dtypes), strict=False))
             | {"positions": self._forward.positions_column()},
             images=self._forward.images_column(),
+            visible_until=self._forward.visible_until_column(),
             **{name: column(np.float32) for name in self._objective.columns},
             experts=self._forward.experts_column(),
             teacher_targets=self._forward.targets_column(self._objective.num_teacher_tokens),

@@ -40,6 +40,7 @@ class TrainableModel:
         row_tokens: Length of a packed row, in tokens. No sequence may be longer.
         temperature: Sampling temperature, by which logits are divided.
         replays_router: Whether tokens go to the experts that the engine has recorded.
+        shares_prefixes: Whether tokens with which several sequences begin are packed once.
         compiler: Compiles the programs.
         image_reader: Reads the images of samples, with trainer.row_image_tokens.
     """
@@ -52,6 +53,7 @@ class TrainableModel:
     temperature: float = 1.0
     base: Params | None = None
     replays_router: bool = False
+    shares_prefixes: bool = False
     compiler: Compiler = compile_lowered
     image_reader: ImageReader | None = None
 
@@ -80,6 +82,7 @@ class Learner:
             temperature=model.temperature,
             row_tokens=model.row_tokens,
             replays_router=model.replays_router,
+            shares_prefixes=model.shares_prefixes,
             compiler=model.compiler,
         )
         self.rows, self.row_tokens = self.forward.rows, self.forward.row_tokens
@@ -129,6 +132,7 @@ class Learner:
             row_tokens=self.row_tokens,
             num_together=num_together,
             row_patches=self.forward.row_patches,
+            share_prefixes=self.forward.shares_prefixes,
         )
 
     def read_images(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,14 @@ from areal_jax.trainer.state import CriticState, TrainState
 from areal_jax.trainer.step import Learner
 
 T = TypeVar("T")
+
+
+class HostState(NamedTuple):
+    """State of a trainer beside its `TrainState`, of any size."""
+
+    facts: dict[str, Any]
+    """JSON values."""
+    arrays: dict[str, np.ndarray]
 
 
 class Versions:
@@ -72,6 +80,15 @@ class Versions:
                 raise ValueError("the trainer has a critic and the state to resume from has none")
             self._critic.restore(*state.critic)
         self.version = int(state.version)
+
+    @property
+    def host_state(self) -> HostState | None:
+        """What training resumes from besides `state`; None if there is nothing."""
+        return None
+
+    def restore_host_state(self, state: HostState) -> None:
+        """Resume from a `host_state`."""
+        raise NotImplementedError(f"{type(self).__name__} has no host state")
 
     def let_go(self) -> TrainState:
         """Free the memory of `state` until `restore`, and return its shapes and shardings."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import chz
 
 from areal_jax.bounds import FRACTION, POSITIVE
+from areal_jax.python_objects import as_text_setting
 from areal_jax.records import Task
 from areal_jax.rewards.config import ToolsConfig
 
@@ -118,6 +119,47 @@ class ToolUse(WorkflowConfig):
     announce: bool = chz.field(default=True, doc="description of the tools in a system message")
     tools: ToolsConfig = chz.field(
         default_factory=ToolsConfig, doc="available tools and their limits"
+    )
+
+
+@chz.chz
+class Environment(WorkflowConfig):
+    """A class of the user's with Gymnasium's `reset(seed)` and `step(action)`, with texts or
+    messages as observations and the policy's turns as actions.
+
+    `tasks=Seeds` plays an episode from each seed. Tasks of other sources precede the first
+    observation, and `reset` gets them as `options["task"]` if it has that parameter.
+    """
+
+    environment: str = chz.field(
+        converter=as_text_setting,
+        doc="environment class FILE.py:NAME or PACKAGE.MODULE:NAME, or a function that makes one: "
+        "reset(seed) returns the first observation (and info), step(text) observation, reward, "
+        "terminated, truncated and info, async or not",
+    )
+    arguments: str = chz.field(
+        default="{}", doc='keyword arguments of the class, a JSON object such as {"size": 4}'
+    )
+    max_turns: int = chz.field(
+        validator=POSITIVE,
+        default=16,
+        doc="maximum number of steps; episodes beyond engine.max_prompt_tokens end earlier",
+    )
+    step_timeout_s: float = chz.field(
+        validator=POSITIVE,
+        default=30.0,
+        doc="time limit of a reset or step, in seconds; beyond it, the process is killed and its "
+        "group is rejected",
+    )
+    observation_tokens: int = chz.field(
+        validator=POSITIVE,
+        default=128,
+        doc="tokens of an observation that engine.max_prompt_tokens=0 plans for",
+    )
+    max_running: int = chz.field(
+        validator=POSITIVE,
+        default=256,
+        doc="maximum number of concurrent episodes, each in a process of its own",
     )
 
 

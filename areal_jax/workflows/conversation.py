@@ -70,6 +70,7 @@ def make_samples(
     *,
     export: Export = "concatenated",
     stop_reason: StopReason | None = None,
+    step_rewards: Sequence[float] | None = None,
 ) -> tuple[Sample, ...]:
     """Make samples of calls, in order, with each sampled token once.
 
@@ -79,6 +80,7 @@ def make_samples(
         grade: grade of the trajectory.
         export: how calls are combined.
         stop_reason: stop reason of the trajectory; None: that of a sample's last call.
+        step_rewards: part of the reward that each call earned itself.
     """
     chains = (
         chain_calls(calls)
@@ -86,7 +88,13 @@ def make_samples(
         else [[number] for number in range(len(calls))]
     )
     return tuple(
-        _sample([calls[number] for number in chain], rewards[chain[-1]], grade, stop_reason)
+        _sample(
+            [calls[number] for number in chain],
+            rewards[chain[-1]],
+            grade,
+            stop_reason,
+            None if step_rewards is None else [step_rewards[number] for number in chain],
+        )
         for chain in chains
     )
 
@@ -108,7 +116,11 @@ def chain_calls(calls: Sequence[Call]) -> list[list[int]]:
 
 
 def _sample(
-    chain: Sequence[Call], reward: float, grade: RewardResult, stop_reason: StopReason | None
+    chain: Sequence[Call],
+    reward: float,
+    grade: RewardResult,
+    stop_reason: StopReason | None,
+    step_rewards: Sequence[float] | None,
 ) -> Sample:
     """Make a sample of the last call's tokens, with all calls' completions in the loss mask."""
     tokens = chain[-1].tokens
@@ -121,6 +133,11 @@ def _sample(
             call.completion.logp,
             call.completion.versions,
         )
+    token_rewards = None
+    if step_rewards is not None:
+        token_rewards = np.zeros(len(tokens), np.float32)
+        for call, step_reward in zip(chain, step_rewards, strict=True):
+            token_rewards[len(call.tokens) - 1] += step_reward
     return Sample(
         tokens=tokens,
         loss_mask=loss_mask,
@@ -131,6 +148,7 @@ def _sample(
         components=grade.components,
         stop_reason=stop_reason or chain[-1].completion.stop_reason,
         experts=_experts(chain, len(tokens)),
+        token_rewards=token_rewards,
     )
 
 

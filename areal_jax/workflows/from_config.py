@@ -8,6 +8,7 @@ from areal_jax.protocols import Tokenizer, Tools, Workflow
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.workflows import config, custom, single_turn
 from areal_jax.workflows.agent import Agents, Runner
+from areal_jax.workflows.environment import EnvironmentHost, Episodes
 from areal_jax.workflows.turns import Feedback, ToolReply, Turns
 
 
@@ -19,7 +20,7 @@ def make_workflow(
     *,
     max_prompt_tokens: int,
     tools: Tools,
-    agents: Runner | None = None,
+    host: Runner | EnvironmentHost | None = None,
 ) -> Workflow:
     """Create the workflow of an experiment, for training or evaluation.
 
@@ -30,10 +31,10 @@ def make_workflow(
         rewards: rewards of correct and wrong answers.
         max_prompt_tokens: the engine's limit.
         tools: runs tools.
-        agents: runs agents; needed for `Agent` only.
+        host: runs agents or environments; needed for `Agent` and `Environment`.
 
     Raises:
-        ValueError: the workflow is unknown, or agents are missing.
+        ValueError: the workflow is unknown, or its host is missing.
     """
     match chosen:
         case config.SingleTurn():
@@ -60,12 +61,14 @@ def make_workflow(
                 max_prompt_tokens,
                 announcement=announcement,
             )
-        case config.Agent() if agents is not None:
+        case config.Environment() if isinstance(host, EnvironmentHost):
+            return Episodes(chosen, tokenizer, num_samples, rewards, max_prompt_tokens, host)
+        case config.Agent() if isinstance(host, Runner):
             return Agents(
                 tokenizer,
                 num_samples,
                 rewards,
-                agents,
+                host,
                 asyncio.Semaphore(chosen.max_running),
                 chosen.export,
             )
@@ -73,7 +76,7 @@ def make_workflow(
             return custom.Custom(chosen, tokenizer, num_samples, rewards, max_prompt_tokens)
         case _:
             raise ValueError(
-                "expected SingleTurn, MultiTurn, ToolUse, or Agent with agents=, found "
+                "expected SingleTurn, MultiTurn, ToolUse, Agent or Environment with host=, found "
                 f"{type(chosen).__name__}"
             )
 

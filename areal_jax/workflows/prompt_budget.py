@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from areal_jax.protocols import Tokenizer
 from areal_jax.records import Message, Task
-from areal_jax.workflows.config import Agent, MultiTurn, ToolUse, WorkflowConfig
+from areal_jax.workflows.config import Agent, Environment, MultiTurn, ToolUse, WorkflowConfig
 from areal_jax.workflows.tool_use import announcement
 from areal_jax.workflows.turns import add_system_text
 
@@ -91,16 +91,22 @@ def measure_prompts(
     """
     num = min(len(tasks), MAX_MEASURED)
     measured = [tasks[number * len(tasks) // num] for number in range(num)]
-    system = system_message(workflow)
-    unanswerable = 0
+    system, unanswerable = system_message(workflow), 0
+    observation = workflow.observation_tokens if isinstance(workflow, Environment) else 0
+
+    def count_tokens(task: Task) -> int:
+        messages = add_system_text(task.prompt, system)
+        return observation + (len(tokenizer.render(messages)) if messages else 0)
+
     if is_boxed:
         boxed = (f"\\boxed{{{task.answer}}}" for task in measured if task.kind == "math")
         unanswerable = sum(len(tokenizer.encode(text)) > max_new_tokens for text in boxed)
     return Prompts(
         source,
         len(tasks),
-        [len(tokenizer.render(add_system_text(task.prompt, system))) for task in measured],
-        len({task.prompt for task in measured}),
+        [count_tokens(task) for task in measured],
+        # The prompt of a seed is the environment's.
+        len({(task.prompt, task.answer) if observation else task.prompt for task in measured}),
         unanswerable,
     )
 
@@ -137,6 +143,9 @@ def later_turns(tokenizer: Tokenizer, workflow: WorkflowConfig) -> LaterTurns:
                 count_tokens(role, most),
                 "workflow.max_turns",
             )
+        case Environment(max_turns=max_turns, observation_tokens=most):
+            least = count_tokens("user", ".")
+            return LaterTurns(max_turns - 1, least, max(least, most), "workflow.max_turns", False)
         case Agent():
             # An agent's messages are unknown; two lines are longer than most.
             try:

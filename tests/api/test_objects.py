@@ -199,3 +199,20 @@ def test_objects_train_and_resume(tmp_path: Path) -> None:
     # 0.25 of the way from wrong (-5) to correct (5), or the grade of the second answer.
     assert {sample["reward"] for sample in samples} <= {-5.0, -2.5, 5.0}
     assert any(sample["reward"] == -2.5 for sample in samples)
+
+
+@pytest.mark.slow
+def test_preflight_tries_python_objects() -> None:
+    seen = list[str]()
+
+    def last_box(task: Task, answer: str) -> bool:
+        seen.append(answer)
+        return answer.rpartition("\\boxed{")[2].partition("}")[0] == task.answer
+
+    experiment = load_experiment("aime")
+    report = areal_jax.preflight(experiment.replace(**{"rewards.function": last_box}))
+    assert report.passed and "" in seen
+    generous = experiment.replace(**{"rewards.function": lambda task, answer: 1.0})
+    refused = areal_jax.preflight(generous)
+    assert not refused.passed
+    assert any("empty" in str(finding) for finding in refused.findings)

@@ -87,6 +87,9 @@ def test_decode_inverts_encode_bit_exactly(seed, groups, calls, rewards, text, c
             grade=grade,
             stop_reason=stop_reason,
             experts=any_experts(rng, length),
+            token_rewards=any_bits(rng, {"it": np.float32}, length)["it"]
+            if rng.integers(2)
+            else None,
             components={"format": abs(reward), "": 0.1} if math.isfinite(reward) else {},
         )
 
@@ -136,6 +139,7 @@ def test_every_record_field_is_encoded():
         "stop_reason",
         "experts",
         "components",
+        "token_rewards",
     }
     # Top logprobs are for API clients; training does not need them.
     assert {field.name for field in fields(Completion)} == {

@@ -184,7 +184,7 @@ def test_chosen_class_has_its_own_defaults_in_any_order() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_algorithm_sets_only_the_settings_of_its_preset(name: str) -> None:
     # Accepted by every estimator.
-    overrides = ["rewards.wrong=0", "rewards.function=own.py:reward"]
+    overrides = ["rewards.correct=1", "rewards.wrong=0", "rewards.function=own.py:reward"]
     plain, preset = settings(load_experiment("aime", *overrides)), PRESETS[name]
     experiment = load_experiment("gsm8k", f"algorithm={name}", *overrides)
     assert isinstance(experiment, Experiment)
@@ -337,8 +337,8 @@ def test_choosing_the_same_class_keeps_its_settings() -> None:
         ("qqq=3", ["unknown setting qqq", "--help"]),
         ("tasks.path=x", ["not a setting of tasks=Synthetic", "tasks=Files"]),
         ("engine=3", ["group of settings", "engine.num_slots"]),
-        ("tasks=File", ["tasks=File", "one of Synthetic, Exercises, Files, Hub"]),
-        ("tasks=TaskSource", ["one of Synthetic, Exercises, Files, Hub"]),
+        ("tasks=File", ["tasks=File", "one of Synthetic, Exercises, Seeds, Files, Hub"]),
+        ("tasks=TaskSource", ["one of Synthetic, Exercises, Seeds, Files, Hub"]),
         ("tasks=Files", ["tasks.path is required", "str"]),
         ("seed=ten", ["seed=ten", "expected int", "'ten'"]),
         ("seed=1.5", ["seed=1.5", "expected int"]),
@@ -383,6 +383,7 @@ def test_wrong_overrides_are_refused_with_a_hint(override: str, said: list[str])
             ["trainer.loss.log_ratio_penalty=0.1", "trainer.loss_mean=tokens"],
         ),
         (["algorithm=maxrl"], ["rewards.wrong=-5.0", "MaxRL", "rewards.wrong=0"]),
+        (["algorithm=spo"], ["rewards.correct=5.0", "SPO", "rewards.correct=1"]),
         (["algorithm=gdpo"], ["GDPO", "rewards.function", "a dict"]),
         (
             ["algorithm=gdpo", "rewards.function=own.py:reward", "workflow=MultiTurn"],

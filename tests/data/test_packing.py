@@ -133,9 +133,9 @@ def test_rows_contain_complete_sequences_end_to_end(case: tuple[list[int], int],
     found: list[bytes] = []
     for batch in batches:
         assert all(
-            column is not None and column.shape[:2] == (rows, row_tokens) for column in batch[:-1]
+            column is not None and column.shape[:2] == (rows, row_tokens) for column in batch[:-2]
         )
-        assert batch.images is None
+        assert batch.images is None and batch.visible_until is None
         # Padding has no expert.
         assert batch.experts is not None
         assert (batch.experts[batch.segment_ids == 0] == 255).all()

@@ -298,7 +298,7 @@ def test_a_process_is_replaced_after_many_answers(
                 assert (await grader(task(), "2")).kind == "correct"
             assert grader.counters()["worker_starts"] == 3
 
-    monkeypatch.setattr("areal_jax.rewards.grading_processes.ANSWERS_PER_PROCESS", 3)
+    monkeypatch.setattr("areal_jax.rewards.forks.REQUESTS_PER_PROCESS", 3)
     run(main())
 
 
@@ -371,11 +371,11 @@ def test_answer_that_kills_two_processes_is_crashed(custom_grader: str) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader)) as grader:
             assert await grader(task(), "die") == RewardResult(
-                "crashed", "the grading process ended (exit code 7)", failed=True
+                "crashed", "the process ended (exit code 7)", failed=True
             )
             assert grader.counters()["worker_starts"] == 2
             assert await grader(task(), "killed") == RewardResult(
-                "crashed", "the grading process ended (signal SIGKILL)", failed=True
+                "crashed", "the process ended (signal SIGKILL)", failed=True
             )
             assert (await grader(task(), "2")).kind == "correct"
             assert grader.grades == {"crashed": 2, "correct": 1}
@@ -498,7 +498,9 @@ def test_failed_process_start_does_not_grade_the_answer(
             grade = await grader(task(), "\\boxed{2}")
             assert grade.kind == "infrastructure"
             assert "in 3 attempts" in grade.detail
-            with pytest.raises(RuntimeError, match="no grading process could be started"):
+            with pytest.raises(
+                RuntimeError, match="no process of the reward service could be started"
+            ):
                 await grader.start()
             # It may recover.
             monkeypatch.undo()
@@ -506,7 +508,7 @@ def test_failed_process_start_does_not_grade_the_answer(
 
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     run(main())
-    assert "attempt 3 of 3 to start a grading process failed" in caplog.text
+    assert "attempt 3 of 3 to start the process of the reward service failed" in caplog.text
 
 
 def test_immediate_exit_is_an_infrastructure_fault_with_exit_code(

@@ -28,6 +28,7 @@ from areal_jax.rl.config import (
     Loss,
     M2POClip,
     Masked,
+    OffPolicyReinforce,
     Reinforce,
     Rejection,
     Truncated,
@@ -327,6 +328,9 @@ EVERY: list[Loss] = [
     GMPO(importance_weighting=Masked(cap=1.2), rejection=Rejection(k3_max=0.1)),
     M2PO(),
     Reinforce(),
+    OffPolicyReinforce(
+        importance_weighting=Truncated(cap=1.2), rejection=Rejection(geometric_max=1.3)
+    ),
 ]
 every_loss = pytest.mark.parametrize("config", EVERY, ids=repr)
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2, 2]], np.int32)
@@ -371,13 +375,8 @@ def test_objective_gradients_equal_finite_differences(config: Loss) -> None:
                 return (
                     -jnp.sum(jnp.where(inputs.mask, held * rest[2] * logp, 0.0)) / inputs.mask.sum()
                 )
-            if isinstance(config, VESPO):
-                shares = np.zeros(SEGMENTS.shape)
-                for row, segment in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2)):
-                    here = (SEGMENTS[row] == segment) & inputs.mask[row]
-                    log_product = (inputs.logp.astype(np.float64) - rest[1])[row][here].sum()
-                    for t in np.flatnonzero(here):
-                        shares[row, t] = textbook_phi(log_product, rest[2][row, t])
+            if isinstance(config, VESPO | OffPolicyReinforce):
+                shares = held_shares(config, Inputs(inputs.logp.astype(np.float64), *rest))
                 return (
                     -jnp.sum(jnp.where(inputs.mask, shares * rest[2] * logp, 0.0))
                     / inputs.mask.sum()
@@ -647,6 +646,20 @@ def test_weights_and_rejections_equal_reference_code(
         assert mean(out, "rejected_fraction") == {-0.637465: 0.5, -4.258417: 0.0}.get(expected, 1.0)
 
 
+def test_off_policy_reinforce_equals_hand_computed_numbers() -> None:
+    # r = theta/behave = e^[.3, .4, -1.4, 2] = [1.349859, 1.491825, .246597, 7.389056], by sequence
+    # e^[.7, .6], geometric means e^[.35, .3]; A theta = [-1, -.5, 2, -2.4].
+    for importance_weighting, rejection, expected in (
+        (Truncated(cap=2.0), Rejection(), 1.600645),
+        (Truncated(cap=2.0, level="sequence"), Rejection(), 0.932212),
+        (Truncated(cap=2.0), Rejection(geometric_max=1.4), 1.076702),
+        (Unweighted(), Rejection(geometric_max=1.4), 0.1),
+    ):
+        config = OffPolicyReinforce(importance_weighting=importance_weighting, rejection=rejection)
+        out = policy_loss(config, LOGP, PROXIMAL, FAR, ADVANTAGES, ALL, PAIRS)
+        assert float(out.loss) == pytest.approx(expected, abs=1e-6)
+
+
 def test_dppo_equals_reference_code() -> None:
     # Δ = e^theta - e^behave = [.095348, .199961, -.413477, .260432], A = [1, 1, -1, 2]: the last two
     # are beyond .2. r = e^[.3, .4], and .001 (.09 + .16 + 1.96 + 4) of all tokens.
@@ -819,7 +832,7 @@ def textbook_loss(config: Loss, inputs: Inputs) -> float:
                 continue
             theta, proximal, behave, advantages = (x[row][here] for x in inputs[:4])
             if isinstance(config, BehaveLoss):
-                proximal = behave
+                proximal = theta if isinstance(config, OffPolicyReinforce) else behave
             for t in range(len(theta)):
                 if textbook_rejection(config, theta, proximal, behave, advantages, t):
                     continue
@@ -885,6 +898,20 @@ def textbook_phi(log_product: float, advantage: float) -> float:
     return float(np.exp(log_product) ** k * np.exp(lam * (1.0 - np.exp(log_product))))
 
 
+def held_shares(config: Loss, inputs: Inputs) -> np.ndarray:
+    """The factor of A log(theta) of every token, which has no gradient."""
+    shares = np.zeros(SEGMENTS.shape)
+    for row, segment in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2)):
+        here = (SEGMENTS[row] == segment) & inputs.mask[row].astype(bool)
+        theta, _, behave, advantages = (x[row][here] for x in inputs[:4])
+        for i, t in enumerate(np.flatnonzero(here)):
+            if isinstance(config, VESPO):
+                shares[row, t] = textbook_phi((theta - behave).sum(), advantages[i])
+            elif not textbook_rejection(config, theta, theta, behave, advantages, i):
+                shares[row, t] = textbook_weight(config, theta - behave, i)
+    return shares
+
+
 def textbook_gain(
     config: Loss,
     theta: np.ndarray,
@@ -917,6 +944,8 @@ def textbook_gain(
             return 4.0 / tau / (1.0 + np.exp(-tau * (u - 1.0))) * advantage
         case CISPO():
             return float(np.clip(u, 0.7, 1.2)) * advantage * theta[t]
+        case OffPolicyReinforce():
+            return advantage * theta[t]
         case VESPO():
             return textbook_phi((theta - behave).sum(), advantage) * advantage * theta[t]
         case GMPO(clip=clip):

@@ -30,7 +30,8 @@ def kill(connection: WorkerHandle) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
+@pytest.mark.usefixtures("alone_with_ray")
 def test_worker_deaths_lose_no_task(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     experiment = small_run()
     killed: list[str] = []

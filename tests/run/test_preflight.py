@@ -383,9 +383,13 @@ def test_every_experiment_passes(name: str, gsm8k: list[str]) -> None:
         settings = ["policy.path=embedded", "tasks=Files", "eval_tasks=Files", *gsm8k]
     report = run(name, *settings)
     assert findings(report) == []
-    if report.rows:
-        assert {"reference", "wrong", "empty", "truncated"} <= {row.script for row in report.rows}
-    assert report.update is not None and 0 < report.update.grad_norm < math.inf
+    scripts = {row.script for row in report.rows}
+    assert report.update is not None
+    if name == "safe":  # right actions are the environment's to know
+        assert {"wrong", "empty", "truncated"} & scripts and report.update.grad_norm == 0.0
+        return
+    assert not scripts or {"reference", "wrong", "empty", "truncated"} <= scripts
+    assert 0 < report.update.grad_norm < math.inf
 
 
 def test_code_exploits_are_written_for_scripts() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import openai
 import pytest
 import tokenizers
@@ -383,3 +384,79 @@ def test_metrics_of_two_apps_are_separate_and_prometheus_parses_them():
             assert second["areal_jax_requests"].samples == []
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_tokens_in_give_the_tokens_of_completions() -> None:
+    engine = Scripted(["a sum"] * 2)
+
+    async def main() -> None:
+        async with served(engine) as (_, client), aiohttp.ClientSession() as http:
+            prompt = TOKENIZER.encode("1+1").tolist()
+            text = await client.completions.create(
+                model="m", prompt=prompt, max_tokens=8, extra_body={"return_token_ids": True}
+            )
+            root = str(client.base_url).removesuffix("/v1/")
+            headers = {"x-api-key": KEY}
+
+            async def post(**body: Any) -> tuple[int, Any]:
+                body = {"model": "m", "token_ids": prompt} | body
+                url = f"{root}/inference/v1/generate"
+                async with http.post(url, json=body, headers=headers) as response:
+                    return response.status, await response.json()
+
+            sampling = {"max_tokens": 8, "logprobs": 1, "skip_special_tokens": False, "top_k": -1}
+            status, found = await post(sampling_params=sampling, request_id="mine")
+            assert status == 200
+            (choice,), (expected,) = found["choices"], text.model_dump()["choices"]
+            assert choice["token_ids"] == expected["token_ids"]
+            assert choice["finish_reason"] == "stop"
+            logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+            assert logprobs == expected["token_logprobs"]
+            assert found["prompt_token_ids"] == prompt
+
+            for wrong, name in (
+                ({"token_ids": []}, "token_ids"),
+                ({"token_ids": "1+1"}, "token_ids"),
+                ({"token_ids": [-1]}, "token_ids[0]"),
+                ({"sampling_params": [1]}, "sampling_params"),
+                ({"sampling_params": {"max_tokens": 0}}, "max_tokens"),
+                ({"sampling_params": {"prompt": "text"}}, "prompt"),
+                ({"sampling_params": {"use_beam_search": True}}, "use_beam_search"),
+                ({"stream": True}, "stream"),
+                ({"model": None}, "model"),
+            ):
+                status, found = await post(**wrong)
+                assert (status, found["error"]["param"]) == (400, name), wrong
+
+    asyncio.run(main())
+
+
+def test_tokenizer_endpoints_answer_as_the_tokenizer() -> None:
+    async def main() -> None:
+        headers = {"x-api-key": KEY}
+        async with (
+            served(Scripted()) as (_, client),
+            aiohttp.ClientSession(headers=headers) as http,
+        ):
+            root = str(client.base_url).removesuffix("/v1/")
+
+            async def post(path: str, **body: Any) -> tuple[int, Any]:
+                async with http.post(f"{root}/{path}", json=body) as response:
+                    return response.status, await response.json()
+
+            for text in ("1 + 1 = 2", "", "<|im_end|> é"):
+                tokens = TOKENIZER.encode_prompt(text).tolist()
+                found = await post("tokenize", prompt=text, model="m")
+                assert found == (200, {"tokens": tokens, "count": len(tokens)})
+                decoded = TOKENIZER.decode(np.array(tokens, np.int32))
+                assert await post("detokenize", tokens=tokens) == (200, {"prompt": decoded})
+            assert (await post("tokenize"))[0] == 400
+            status, found = await post("detokenize", tokens=[10**6])
+            assert status == 400 and "expected tokens below" in found["error"]["message"]
+            async with http.get(f"{root}/tokenizer_info") as response:
+                info = await response.json()
+            assert info["chat_template"] and info["eos_token"] == "<|im_end|>"
+            async with http.get(f"{root}/tokenizer_info", headers={"x-api-key": "no"}) as response:
+                assert response.status == 401
+
+    asyncio.run(main())

@@ -202,7 +202,7 @@ async def grader(task: Task, answer: str) -> RewardResult:
 
 def workflow(config: Agent, host: Runner, num_samples: int) -> Workflow:
     return make_workflow(
-        config, TOKENIZER, num_samples, REWARDS, max_prompt_tokens=200, tools=no_tools, agents=host
+        config, TOKENIZER, num_samples, REWARDS, max_prompt_tokens=200, tools=no_tools, host=host
     )
 
 

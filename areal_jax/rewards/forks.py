@@ -1,4 +1,4 @@
-"""Grading processes: a fork server that has loaded what they need, and the processes it forks."""
+"""Processes for untrusted code: a fork server that has loaded what they need, and its forks."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import chz
 import psutil
 
 from areal_jax.errors import ConfigError
-from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.rewards.processes import ending, has_ended, kill_tree, lower_priority
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""Longest time to start Python or to import computer algebra: a second, and more on a busy
-machine."""
+"""Longest time to start Python and to load what forks need: a second, and more on a busy machine.
+"""
 
 START_ATTEMPTS = 3
 
-ANSWERS_PER_PROCESS = 1000
-"""Number of answers after which a process is replaced, so that leaks stay small."""
+REQUESTS_PER_PROCESS = 1000
+"""Number of requests after which a process is replaced, so that leaks stay small."""
 
 GRACE_S = 0.5
 """Time in which a process that closed its connection may end by itself, so that its exit status is
@@ -39,30 +37,28 @@ known."""
 KILL_TIMEOUT_S = 10.0
 
 MAX_LINE_BYTES = 16 << 20
-"""Longest message of a grading process."""
+"""Longest message of a process."""
 
 
 class CannotStart(RuntimeError):
-    """No grading process could be started: a fault of the machine, not of the answer."""
-
-
-class Unprepared(Exception):
-    """The grading process would first have to import computer algebra."""
+    """No process could be started: a fault of the machine, not of what it was to do."""
 
 
 class ForkServer:
-    """The process from which grading processes are forked.
+    """The process from which others are forked.
 
     It loads once what they need, so that a fork takes milliseconds. It answers one request at a
     time. It starts at its first use, and again after it died.
     """
 
-    def __init__(
-        self, config: RewardConfig, kinds: Collection[str], tools: ToolsConfig | None
-    ) -> None:
-        self._settings = json.dumps(
-            {**chz.asdict(config), "kinds": list(kinds), "tools": tools and chz.asdict(tools)}
-        )
+    def __init__(self, module: str, settings: Mapping[str, Any], what: str) -> None:
+        """
+        Args:
+            module: module of the process, run with this process's id and the settings as JSON.
+            settings: what it loads.
+            what: name of a forked process, for messages.
+        """
+        self._module, self._settings, self.what = module, json.dumps(settings), what
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lines: asyncio.StreamReader | None = None
@@ -72,14 +68,14 @@ class ForkServer:
         self.num_forks = 0
 
     async def fork(self) -> tuple[int, socket.socket]:
-        """Fork a grading process.
+        """Fork a process.
 
         Returns:
             Its process id, and the socket that connects to it.
 
         Raises:
             CannotStart: START_ATTEMPTS attempts failed.
-            ConfigError: The settings name a reward or a tool that does not work.
+            ConfigError: What the settings name cannot be loaded.
         """
         failure = ""
         for attempt in range(START_ATTEMPTS):
@@ -95,17 +91,18 @@ class ForkServer:
             except (OSError, TimeoutError, EOFError) as error:
                 failure = f"{type(error).__name__}: {error} ({await self.kill(GRACE_S)})"
                 logger.warning(
-                    "attempt %d of %d to start a grading process failed: %s",
+                    "attempt %d of %d to start the process of %s failed: %s",
                     attempt + 1,
                     START_ATTEMPTS,
+                    self.what,
                     failure,
                 )
         raise CannotStart(
-            f"no grading process could be started in {START_ATTEMPTS} attempts: {failure}"
+            f"no process of {self.what} could be started in {START_ATTEMPTS} attempts: {failure}"
         )
 
     async def prepare(self) -> str:
-        """Import computer algebra for all later forks.
+        """Load more for all later forks.
 
         Returns:
             The reason of a failure; empty after success.
@@ -113,10 +110,7 @@ class ForkServer:
         try:
             return (await self._ask({"do": "prepare"})).get("error", "")
         except (OSError, TimeoutError, EOFError) as error:
-            return (
-                f"importing computer algebra: {type(error).__name__}: {error} "
-                f"({await self.kill(GRACE_S)})"
-            )
+            return f"loading: {type(error).__name__}: {error} ({await self.kill(GRACE_S)})"
 
     async def reap(self, pid: int) -> int | None:
         """Return the exit code of a forked process; None while it runs."""
@@ -150,7 +144,7 @@ class ForkServer:
 
     async def _spawn(self) -> None:
         if self._closed:
-            raise RuntimeError("the reward service is closed")
+            raise RuntimeError(f"the fork server of {self.what} is closed")
         ours, theirs = socket.socketpair()
         package_folder = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (package_folder, os.environ.get("PYTHONPATH"))))
@@ -160,7 +154,7 @@ class ForkServer:
                 (
                     sys.executable,
                     "-m",
-                    "areal_jax.rewards.worker",
+                    self._module,
                     str(os.getpid()),
                     self._settings,
                 ),
@@ -210,8 +204,8 @@ class ForkServer:
         await self.kill()
 
 
-class GradingProcess:
-    """One grading process. It is forked at its first use, and again after it was killed."""
+class ForkedProcess:
+    """One process for requests. It is forked at its first use, and again after it was killed."""
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
@@ -233,12 +227,11 @@ class GradingProcess:
             )
 
     async def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Grade one answer, or execute a tool call. After an error the process must be killed.
+        """Return the reply to one request. After an error the process must be killed.
 
         Raises:
             TimeoutError: There is no reply within `timeout_s`.
             EOFError: The process died.
-            Unprepared: The process lacks computer algebra.
         """
         assert self._requests is not None and self._lines is not None
         self._number += 1
@@ -250,10 +243,8 @@ class GradingProcess:
             reply = await read_line(self._lines, timeout_s)
         if reply["number"] != self._number:
             raise EOFError(
-                f"the grading process answered request {reply['number']} instead of {self._number}"
+                f"the process answered request {reply['number']} instead of {self._number}"
             )
-        if "unprepared" in reply:
-            raise Unprepared
         return reply
 
     @property
@@ -263,8 +254,8 @@ class GradingProcess:
 
     @property
     def is_worn(self) -> bool:
-        """Whether it has graded ANSWERS_PER_PROCESS answers, and is to be replaced."""
-        return self._number >= ANSWERS_PER_PROCESS
+        """Whether it has had REQUESTS_PER_PROCESS requests, and is to be replaced."""
+        return self._number >= REQUESTS_PER_PROCESS
 
     def lower_priority(self) -> None:
         """Lower the priority of the process until its end."""
@@ -293,8 +284,9 @@ class GradingProcess:
                     await asyncio.sleep(0.005)
         except (OSError, TimeoutError, EOFError, RuntimeError) as error:
             logger.warning(
-                "grading process %d was killed; its exit status is unknown: %s",
+                "process %d of %s was killed; its exit status is unknown: %s",
                 process.pid,
+                self._server.what,
                 error,
             )
             return "with an unknown status"
@@ -312,9 +304,9 @@ async def read_line(lines: asyncio.StreamReader, timeout_s: float) -> dict[str, 
         async with asyncio.timeout(timeout_s):
             line = await lines.readline()
     except ConnectionError as error:
-        raise EOFError(f"the grading process closed its connection ({error})") from error
+        raise EOFError(f"the process closed its connection ({error})") from error
     if not line:
-        raise EOFError("the grading process ended")
+        raise EOFError("the process ended")
     return json.loads(line)
 
 

@@ -1,0 +1,304 @@
+"""Environments with reset and step: episodes, their rewards, and what fails in them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import chz
+import numpy as np
+import pytest
+from tiny_runs import tiny_experiment, write_tiny_policy
+
+import areal_jax
+from areal_jax.checkpoint.recovery import decode, encode, pack, unpack
+from areal_jax.config.load import load_experiment
+from areal_jax.data.config import PromptConfig, Seeds
+from areal_jax.data.sources import load_tasks
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.errors import ConfigError, first_error
+from areal_jax.records import Completion, Group, Message, RolloutState, Sample, Task
+from areal_jax.rewards.config import RewardConfig
+from areal_jax.rl.config import GAE, GroupNormalized
+from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.pipeline import SampleLimits, _trajectories, select_tokens
+from areal_jax.workflows.config import Environment
+from areal_jax.workflows.environment import EnvironmentFailed, EnvironmentHost
+from areal_jax.workflows.from_config import make_workflow
+
+TOKENIZER = HFTokenizer.from_folder(Path(areal_jax.__file__).parent / "models" / "embedded")
+RAW = RewardConfig(scale="raw")
+
+ENVIRONMENTS = '''
+import asyncio
+import os
+import time
+
+
+class Count:
+    """The policy is to name the numbers from the seed on; each right one earns 0.25."""
+
+    def __init__(self, last=4):
+        self.last = last
+
+    def reset(self, seed):
+        self.next, self.left = seed, self.last
+        return f"First is {seed}.", {}
+
+    def step(self, text):
+        earned = 0.25 * (text == str(self.next))
+        self.next, self.left = self.next + 1, self.left - 1
+        return f"Next is {self.next}.", earned, self.left == 0, False, {}
+
+
+class Parity(Count):
+    def step(self, text):
+        messages, _, terminated, truncated, info = super().step(text)
+        return messages, 0.25 * (len(text) % 2), terminated, truncated, info
+
+
+class Async(Count):
+    async def reset(self, seed, options=None):
+        await asyncio.sleep(0)
+        super().reset(seed)
+        return [{"role": "system", "content": options["task"].id}, {"role": "user", "content": "Go."}]
+
+    async def step(self, text):
+        return super().step(text)
+
+
+class Faulty(Count):
+    def step(self, text):
+        if text == "hang":
+            time.sleep(60)
+        if text == "die":
+            os._exit(3)
+        if text == "raise":
+            raise KeyError("a door")
+        if text == "four":
+            return "x", 0.0, True, {}
+        if text == "array":
+            return [1, 2], 0.0, True, False, {}
+        if text == "nan":
+            return "x", float("nan"), True, False, {}
+        return super().step(text)
+
+
+class Random(Count):
+    def reset(self, seed):
+        return str(os.urandom(4)), {}
+
+
+class Broken:
+    def __init__(self):
+        raise OSError("no display")
+
+    def reset(self, seed): ...
+    def step(self, text): ...
+'''
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("environment") / "own.py"
+    path.write_text(ENVIRONMENTS)
+    yield path
+
+
+def seed(number: int) -> Task:
+    (task,) = load_tasks(Seeds(num_tasks=1, first=number), PromptConfig()).tasks
+    return task
+
+
+def play(
+    config: Environment,
+    *texts: str,
+    task: Task | None = None,
+    num_samples: int = 1,
+    rewards: RewardConfig = RAW,
+    max_prompt_tokens: int = 1000,
+) -> tuple[tuple[Sample, ...], list[str]]:
+    """Samples of scripted turns, taken in order, and the prompts."""
+    turns, prompts = iter(texts), list[str]()
+
+    async def generate(
+        prompt: np.ndarray, num_samples: int, **how: object
+    ) -> tuple[Completion, ...]:
+        prompts.append(TOKENIZER._tokenizer.decode(prompt.tolist(), skip_special_tokens=False))
+        stop = np.int32(TOKENIZER.stop_token_ids[0])
+        found = []
+        for _ in range(num_samples):
+            tokens = np.append(TOKENIZER.encode(next(turns)), stop)
+            logp, versions = np.full(len(tokens), -1.0), np.zeros(len(tokens))
+            columns = tokens, logp.astype(np.float32), versions.astype(np.int32)
+            found.append(Completion(*columns, "stop"))
+        return tuple(found)
+
+    async def main() -> tuple[Sample, ...]:
+        host = EnvironmentHost(config)
+        try:
+            await host.start()
+            workflow = make_workflow(
+                config,
+                TOKENIZER,
+                num_samples,
+                rewards,
+                max_prompt_tokens=max_prompt_tokens,
+                tools=None,  # type: ignore[arg-type] # it has none
+                host=host,
+            )
+            return await workflow(task or seed(7), generate, None)  # type: ignore[arg-type]
+        finally:
+            await host.close()
+
+    return asyncio.run(main()), prompts
+
+
+def test_an_episode_is_one_sample_with_a_reward_of_each_turn(file: Path) -> None:
+    config = Environment(environment=f"{file}:Count", arguments='{"last": 3}')
+    (sample,), prompts = play(config, "7", "no", "9")
+    assert [prompt.count("Next is") for prompt in prompts] == [0, 1, 2]
+    assert "First is 7." in prompts[0] and "Next is 9." in prompts[2]
+    assert sample.reward == 0.5 and sample.grade == "scored"
+    assert sample.token_rewards is not None
+    ends = np.flatnonzero(sample.loss_mask & ~np.append(sample.loss_mask[1:], False))
+    np.testing.assert_array_equal(sample.token_rewards[ends], [0.25, 0.0, 0.25])
+    assert sample.token_rewards.sum() == 0.5
+
+
+def test_unit_rewards_are_mapped_to_wrong_and_correct(file: Path) -> None:
+    config = Environment(environment=f"{file}:Count")
+    rewards = RewardConfig(correct=5.0, wrong=-5.0)
+    (sample,), _ = play(config, "7", "8", "9", "10", rewards=rewards)
+    assert (sample.reward, sample.grade) == (5.0, "correct")
+    (sample,), _ = play(config, "7", "8", "9", "0", rewards=rewards)
+    assert (sample.reward, sample.grade) == (2.5, "wrong")
+    assert sample.token_rewards is not None and sample.token_rewards.sum() == 7.5
+
+
+def test_samples_of_a_task_start_from_one_observation(file: Path) -> None:
+    config = Environment(environment=f"{file}:Count", arguments='{"last": 1}')
+    samples, prompts = play(config, "7", "8", "7", num_samples=3)
+    assert len(prompts) == 1
+    assert [sample.reward for sample in samples] == [0.25, 0.0, 0.25]
+
+
+def test_async_environments_get_the_task_and_return_messages(file: Path) -> None:
+    config = Environment(environment=f"{file}:Async", arguments='{"last": 1}')
+    task = Task("one", (Message("user", "Rules."),), "")
+    (sample,), (prompt,) = play(config, "x", task=task)
+    assert prompt.index("Rules.") < prompt.index("one") < prompt.index("Go.")
+    assert sample.reward == 0.0
+
+
+def test_episodes_end_by_turns_and_by_length(file: Path) -> None:
+    config = Environment(environment=f"{file}:Count", max_turns=2)
+    (sample,), prompts = play(config, "7", "8")
+    assert (len(prompts), sample.stop_reason, sample.reward) == (2, "stop", 0.5)
+    first = len(TOKENIZER.encode(prompts[0]))
+    (sample,), prompts = play(config, "7", max_prompt_tokens=first + 4)
+    assert (len(prompts), sample.stop_reason, sample.reward) == (1, "length", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hang", r"step did not return within workflow\.step_timeout_s=0\.5 s"),
+        ("die", r"step: .*exit code 3"),
+        ("raise", r"(?s)step raised KeyError: 'a door'.*own\.py"),
+        ("four", "observation, reward, terminated, truncated and info, found"),
+        ("array", r"text, or messages with role and content, found \[1, 2\]"),
+        ("nan", "finite number, found nan"),
+    ],
+)
+def test_faults_of_a_step_are_named_and_leave_no_process(
+    file: Path, text: str, expected: str
+) -> None:
+    config = Environment(environment=f"{file}:Faulty", step_timeout_s=0.5)
+    started_s = time.monotonic()
+    with pytest.raises(Exception) as raised:
+        play(config, text)
+    error = first_error(raised.value)
+    assert isinstance(error, EnvironmentFailed)
+    assert re.search(expected, str(error))
+    assert time.monotonic() - started_s < 30.0
+
+
+def test_a_reset_that_is_not_reproducible_is_refused(file: Path) -> None:
+    config = Environment(environment=f"{file}:Random")
+    with pytest.raises(EnvironmentFailed, match="two different observations"):
+        play(config, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("Broken", "{}", "no display"),
+        ("Missing", "{}", "Missing"),
+        ("Count", '{"size": 2}', "unexpected keyword argument 'size'"),
+        ("Count", "[1]", r"workflow\.arguments: expected a JSON object"),
+    ],
+)
+def test_environments_that_cannot_be_made_are_refused_at_the_start(
+    file: Path, name: str, arguments: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        play(Environment(environment=f"{file}:{name}", arguments=arguments))
+
+
+def test_settings_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tasks=Seeds .* workflow=Environment"):
+        load_experiment("aime", "tasks=Seeds")
+    with pytest.raises(ConfigError, match=r"rewards\.function with workflow=Environment"):
+        load_experiment(
+            "aime",
+            "workflow=Environment",
+            "workflow.environment=own.py:Maze",
+            "rewards.function=own.py:reward",
+        )
+
+    class Local:
+        """A class that no other process can import."""
+
+    experiment = load_experiment("aime")
+    with pytest.raises(ConfigError, match="which must import it"):
+        experiment.replace(workflow=Environment(environment=Local))  # type: ignore[arg-type]
+
+
+def test_turn_rewards_reach_the_advantages_of_gae(file: Path) -> None:
+    config = Environment(environment=f"{file}:Count", arguments='{"last": 2}')
+    (sample,), _ = play(config, "7", "no")
+    state = RolloutState({}, 0, {}, (Group(0, seed(7), (sample, sample)),), ())
+    (group,) = decode(unpack(pack(encode(state))))[0].buffered
+    limits = SampleLimits(max_staleness=None, max_new_tokens=8)
+    batch = select_tokens([group], 0, limits)
+    ends = np.flatnonzero(sample.loss_mask & ~np.append(sample.loss_mask[1:], False))
+
+    def trajectory(advantages: Any) -> Any:
+        trainer = TrainerConfig(advantages=advantages)
+        return _trajectories(batch, trainer, limits, [])[0][0]
+
+    by_turn, by_sample = trajectory(GAE()), trajectory(GroupNormalized())
+    assert by_turn.reward == 0.0 and by_turn.token_rewards[ends].tolist() == [0.25, 0.0]
+    assert (by_sample.reward, by_sample.token_rewards) == (0.25, None)
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_episodes_and_evaluates(file: Path, tmp_path: Path) -> None:
+    policy = write_tiny_policy(tmp_path / "policy")
+    experiment = chz.replace(
+        tiny_experiment(policy),
+        tasks=Seeds(num_tasks=64),
+        eval_tasks=Seeds(num_tasks=4, first=1000),
+        workflow=Environment(environment=f"{file}:Parity", max_turns=3, observation_tokens=32),
+    )
+    experiment = experiment.replace("evaluation.every_steps=2", "engine.max_prompt_tokens=0")
+    result = areal_jax.train(experiment, tmp_path / "run")
+    assert result.version == 2
+    assert len(result.evaluations) == 2
+    rows = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    assert len(rows) == 2 * 2 * 4
