@@ -14,6 +14,7 @@ TRAIN_ARGS ?=
 TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
+INSTALL ?= $(BIN)/python -m pip install
 
 .PHONY: train test test-all lint docs site
 .DELETE_ON_ERROR:
@@ -39,11 +40,11 @@ site: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable .
+	$(INSTALL) --quiet --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	$(INSTALL) --quiet --editable ".[$(EXTRAS)]"
 	@touch $@ $(VENV)/.installed
 
 $(BIN)/python:

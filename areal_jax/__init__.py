@@ -15,6 +15,7 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from areal_jax.api.evaluating import Evaluated, evaluate
+    from areal_jax.api.preflight import preflight
     from areal_jax.api.results import Result
     from areal_jax.api.server import Server, generate, serve
     from areal_jax.api.training import train, train_async
@@ -61,6 +62,7 @@ __all__ = [
     "generate",
     "load_experiment",
     "policy_loss",
+    "preflight",
     "register_model_family",
     "serve",
     "train",
@@ -69,6 +71,7 @@ __all__ = [
 
 _MODULES = {
     "areal_jax.api.evaluating": ("Evaluated",),
+    "areal_jax.api.preflight": ("preflight",),
     "areal_jax.api.results": ("Result",),
     "areal_jax.api.server": ("Server", "generate"),
     "areal_jax.api.training": ("train_async",),

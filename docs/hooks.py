@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import areal_jax
-from areal_jax.cli import evaluate, plan, report, serve, train
+from areal_jax.cli import evaluate, plan, report, serve, tinker, train
 from areal_jax.config.experiment import Experiment
 from areal_jax.config.overrides import groups, kind_name, reachable, settings
 from areal_jax.metrics.config import HealthConfig
@@ -27,7 +27,14 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 FIGURES = ROOT / "benchmarks" / "results"
 SOURCE = "https://github.com/areal-jax/areal_jax/blob/main/"
-COMMANDS = {"train": train, "evaluate": evaluate, "serve": serve, "plan": plan, "report": report}
+COMMANDS = {
+    "train": train,
+    "evaluate": evaluate,
+    "serve": serve,
+    "plan": plan,
+    "report": report,
+    "tinker": tinker,
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

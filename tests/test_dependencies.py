@@ -16,7 +16,11 @@ EXTRAS = PROJECT["optional-dependencies"]
     "requirement",
     [
         *PROJECT["dependencies"],
-        *(each for name in ("ray", "wandb", "trackio", "mlflow", "docs") for each in EXTRAS[name]),
+        *(
+            each
+            for name in ("ray", "wandb", "trackio", "mlflow", "tinker", "docs")
+            for each in EXTRAS[name]
+        ),
     ],
 )
 def test_every_dependency_has_a_floor_and_a_ceiling(requirement: str) -> None:

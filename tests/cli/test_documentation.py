@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import pytest
 
-from areal_jax.cli import evaluate, plan, report, serve, train
+from areal_jax.cli import evaluate, plan, report, serve, tinker, train
 from areal_jax.config.experiment import Experiment, PreferenceExperiment, SFTExperiment
 from areal_jax.config.overrides import groups, reachable, settings
 from areal_jax.rl.presets import PRESETS
 from areal_jax.serve.config import ServeConfig
+from areal_jax.tinker.config import TinkerConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -26,6 +27,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve.main,
     "plan": plan.main,
     "report": report.main,
+    "tinker": tinker.main,
 }
 RUN = ("python", "bash")
 NEEDS = {"a GPU", "a TPU", "a cluster", "the network", "an installation", "a checkout", "a server"}
@@ -171,7 +173,7 @@ def test_page_runs_from_top_to_bottom(
 
 
 def test_settings_of_pages_exist() -> None:
-    kinds = (Experiment, SFTExperiment, PreferenceExperiment, ServeConfig)
+    kinds = (Experiment, SFTExperiment, PreferenceExperiment, ServeConfig, TinkerConfig)
     known = {setting.key for kind in kinds for setting, _ in reachable(settings(kind))}
     known |= {key for kind in kinds for key in groups(kind)}
     first = {key.partition(".")[0] for key in known if "." in key}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_jax import __version__
-from areal_jax.cli import evaluate, plan, report, serve, train
+from areal_jax.cli import evaluate, plan, report, serve, tinker, train
 from areal_jax.cli.completion import completions
 from areal_jax.config.aliases import ALIASES
 from areal_jax.config.experiment import Experiment, PreferenceExperiment, SFTExperiment
@@ -29,6 +29,7 @@ COMMANDS = {
     "areal-serve": serve,
     "areal-plan": plan,
     "areal-report": report,
+    "areal-tinker": tinker,
 }
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 

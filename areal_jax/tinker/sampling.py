@@ -1,0 +1,207 @@
+"""Sampling requests: their limits, stop strings, and log-probs of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.errors import EngineStopped, InvalidRequest
+from areal_jax.records import Completion, OnProgress, Progress, Request, Sampling, derive_seed
+from areal_jax.serve.detokenizer import StreamDetokenizer
+from areal_jax.tinker.bodies import Sample, read_body
+from areal_jax.tinker.config import TinkerConfig
+from areal_jax.tinker.engine_pool import EnginePool, Seat
+from areal_jax.tinker.futures import Futures, error_result
+from areal_jax.tinker.journal import RequestRow
+from areal_jax.tinker.messages import SampledTokens, sample_response
+from areal_jax.tinker.programs import PromptLogprobs
+
+logger = logging.getLogger(__name__)
+
+MAX_STOP_STRINGS = 16
+
+ScorePrompt: TypeAlias = Callable[[str, np.ndarray, int], Awaitable[PromptLogprobs]]
+"""Scores a prompt with the weights of a path, and that many most likely tokens."""
+
+
+@dataclass(eq=False)
+class SamplingRequests:
+    """Answers sampling requests, each in a task of its own.
+
+    Attributes:
+        pool: Engines.
+        futures: Gets the results.
+        tokenizer: Of the policy.
+        config: Settings of the server.
+        score: Computes log-probs of prompts.
+    """
+
+    pool: EnginePool
+    futures: Futures
+    tokenizer: HFTokenizer
+    config: TinkerConfig
+    score: ScorePrompt
+    running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """Tasks by request."""
+
+    def start(self, row: RequestRow, path: str) -> None:
+        """Answer a request with the weights of a path."""
+        task = asyncio.get_running_loop().create_task(self._answer(row, path))
+        self.running[row.id] = task
+        task.add_done_callback(lambda _: self.running.pop(row.id, None))
+
+    def num_running(self, owner: str) -> int:
+        """Return the number of unfinished requests of a sampler."""
+        return sum(request.startswith(f"{owner}:") for request in self.running)
+
+    def cancel(self, request: str) -> None:
+        """Cancel a request, if it is unfinished."""
+        if (task := self.running.get(request)) is not None:
+            self.futures.finish(request, *error_result("the request was cancelled", "user"))
+            task.cancel()
+
+    async def close(self) -> None:
+        """Leave unfinished requests to the next start of the server."""
+        tasks = list(self.running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer(self, row: RequestRow, path: str) -> None:
+        try:
+            body = read_body(Sample, json.loads(row.body))
+            result = "protobuf", await self._sample(row, body, path)
+        except InvalidRequest as error:
+            result = error_result(str(error), "user")
+        except TimeoutError as error:
+            result = error_result(str(error), "server")
+        except EngineStopped as error:
+            logger.error("the decode engine stopped: %s", error)
+            self.pool.discard(path)
+            result = error_result("the decode engine stopped", "server")
+        except Exception as error:  # of any class: the client gets it, and others go on
+            logger.exception("sampling request %s failed", row.id)
+            result = error_result(f"the server failed: {type(error).__name__}", "server")
+        self.futures.finish(row.id, *result)
+
+    async def _sample(self, row: RequestRow, body: Sample, path: str) -> bytes:
+        prompt, stops = self._prompt(body), body.sampling_params.stop
+        sampling, texts = self._sampling(body), [stops] if isinstance(stops, str) else stops or []
+        strings = [stop for stop in texts if isinstance(stop, str)]
+        if len(strings) > MAX_STOP_STRINGS or "" in strings:
+            raise InvalidRequest(f"stop: expected at most {MAX_STOP_STRINGS} strings, none empty")
+        detokenizers = [
+            StreamDetokenizer(
+                lambda tokens: self.tokenizer.decode(np.array(tokens, np.int32)), strings
+            )
+            for _ in range(body.num_samples)
+        ]
+        seed = body.sampling_params.seed
+        async with self.pool.assigned(path) as seat:
+            request = Request(
+                id=row.id,
+                prompt_tokens=prompt,
+                num_samples=body.num_samples,
+                sampling=sampling,
+                seed=derive_seed(self.config.seed, row.id) if seed is None else seed % (1 << 31),
+                min_version=seat.version,
+                on_progress=_end_at_stops(detokenizers) if strings else None,
+            )
+            completions = await seat.loop.submit(request)
+            sequences = [
+                _sequence(
+                    completion,
+                    detokenizers[i] if strings else None,
+                    seat,
+                    body.topk_sample_logprobs,
+                )
+                for i, completion in enumerate(completions)
+            ]
+        logp, top = None, None
+        if body.prompt_logprobs or body.topk_prompt_logprobs:
+            num_top = body.topk_prompt_logprobs
+            logp, ids, top_logp = await self.score(path, prompt, num_top)
+            first = max(1, len(prompt) - (body.prompt_logprobs_last_n or len(prompt)))
+            logp, top_logp = _nan_before(first, logp), _nan_before(first, top_logp)
+            top = (np.maximum(ids, 0), top_logp) if num_top else None
+        return sample_response(sequences, logp if body.prompt_logprobs else None, top)
+
+    def _prompt(self, body: Sample) -> Int32[np.ndarray, "P"]:
+        """Return the tokens of the prompt.
+
+        Raises:
+            InvalidRequest: it is no text, or the request asks for what is not supported.
+        """
+        if body.target_prompt_logprobs is not None or body.prompt_alt_tokens_k:
+            raise InvalidRequest(
+                "target_prompt_logprobs and prompt_alt_tokens_k are not supported; use "
+                "topk_prompt_logprobs"
+            )
+        if any(chunk.type != "encoded_text" for chunk in body.prompt.chunks):
+            raise InvalidRequest("prompt: expected chunks of encoded_text, found another kind")
+        most = self.config.limits.max_samples
+        if body.num_samples > most:
+            raise InvalidRequest(
+                f"num_samples={body.num_samples}: expected at most limits.max_samples={most}"
+            )
+        return np.array([t for chunk in body.prompt.chunks for t in chunk.tokens], np.int32)
+
+    def _sampling(self, body: Sample) -> Sampling:
+        given, most = body.sampling_params, self.config.engine.max_new_tokens
+        stops = given.stop
+        tokens = tuple(self.tokenizer.stop_token_ids)
+        if isinstance(stops, list):
+            # An empty list disables the policy's own stop tokens.
+            own = tokens if stops else ()
+            tokens = (*(stop for stop in stops if isinstance(stop, int)), *own)
+        return Sampling(
+            max_new_tokens=most if given.max_tokens is None else given.max_tokens,
+            temperature=given.temperature,
+            top_k=max(0, given.top_k),
+            top_p=given.top_p,
+            stop_token_ids=tuple(dict.fromkeys(tokens)),
+            num_top_logprobs=body.topk_sample_logprobs,
+        )
+
+
+def _end_at_stops(detokenizers: Sequence[StreamDetokenizer]) -> OnProgress:
+    """Return a callback that ends samples whose text has a stop string."""
+
+    def follow(progress: Sequence[Progress]) -> list[int]:
+        for sample, sampled in progress:
+            detokenizers[sample].push(sampled.tokens.tolist())
+        return [sample for sample, _ in progress if detokenizers[sample].is_stopped]
+
+    return follow
+
+
+def _sequence(
+    completion: Completion, detokenizer: StreamDetokenizer | None, seat: Seat, num_top: int
+) -> SampledTokens:
+    """Return a sample up to the token that completes a stop string, if it has one."""
+    end = len(completion.tokens)
+    if detokenizer is not None:
+        detokenizer.push(completion.tokens.tolist()[detokenizer.num_tokens :])
+        end = detokenizer.num_tokens if detokenizer.is_stopped else end
+    kept, top = completion.slice(0, end), None
+    if num_top and kept.top_logprobs is not None:
+        top = kept.top_logprobs.tokens[:, :num_top], kept.top_logprobs.logp[:, :num_top]
+    versions, places = np.unique(kept.versions, return_inverse=True)
+    steps = np.array([seat.source.step_of(int(each)) for each in versions], np.int32)[places]
+    is_stopped = detokenizer is not None and detokenizer.is_stopped
+    reason = "stop" if is_stopped else completion.stop_reason
+    return SampledTokens(reason, kept.tokens, kept.logp, steps, top)
+
+
+def _nan_before(first: int, values: Float32[np.ndarray, "P ..."]) -> Float32[np.ndarray, "P ..."]:
+    values = values.astype(np.float32)
+    values[:first] = np.nan
+    return values

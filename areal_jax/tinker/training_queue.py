@@ -1,0 +1,426 @@
+"""Operations on models, in the order of their numbers, and models in turns.
+
+One thread computes. A model is restored from its snapshot and the journal when it is used first.
+
+The file has more than 400 lines because queue and operations share the state of a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from areal_jax.errors import InvalidRequest
+from areal_jax.models.config import LoRA
+from areal_jax.parallel.sharding import fetch
+from areal_jax.tinker.engine_pool import SamplerWeights
+from areal_jax.tinker.futures import Futures, error_result, json_result
+from areal_jax.tinker.journal import CheckpointRow, Journal, ModelRow, RequestRow
+from areal_jax.tinker.messages import parse_forward_backward
+from areal_jax.tinker.training import (
+    TrainedModel,
+    TrainingBackend,
+    adapter_from_json,
+    read_adam,
+)
+
+logger = logging.getLogger(__name__)
+
+SCHEME = "tinker://"
+LATEST, INFLIGHT = "latest", "inflight"
+"""Sampler weights that change: those of the last optimizer step, and of the last save of kind
+`inflight`."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_KINDS = {"weights": "training", "sampler_weights": "sampler"}
+_UNNAMED = ".unnamed-"
+
+T = TypeVar("T")
+
+
+class Unknown(InvalidRequest):
+    """Something that a client names does not exist, or no longer."""
+
+
+@dataclass(eq=False, slots=True)
+class QueuedModel:
+    """A model with its operations."""
+
+    row: ModelRow
+    next_seq: int = 0
+    """Number of the next operation."""
+    waiting: dict[int, RequestRow] = field(default_factory=dict)
+    replayed: list[RequestRow] = field(default_factory=list)
+    """Operations since the snapshot, of before the server was started."""
+    model: TrainedModel | None = None
+    """None until its first operation."""
+    snapshot_s: float = -math.inf
+    """Time of the last snapshot; the first optimizer step makes one."""
+
+    @property
+    def shape(self) -> LoRA | None:
+        """Settings of the adapter."""
+        return adapter_from_json(self.row.fields["lora"])
+
+
+@dataclass(slots=True)
+class OperationResult:
+    """Result of an operation, and what the event loop then stores and publishes."""
+
+    status: str
+    result: bytes
+    checkpoint: CheckpointRow | None = None
+    sampler: tuple[str, str] | None = None
+    """Id and path of a new sampler."""
+    published: tuple[str, SamplerWeights] | None = None
+    snapshot: Path | None = None
+
+
+class TrainingQueue:
+    """Executes the operations of all models, one after the other.
+
+    It has more than 200 lines because it is the list of all operations.
+    """
+
+    def __init__(
+        self,
+        backend: TrainingBackend,
+        journal: Journal,
+        futures: Futures,
+        folder: Path,
+        on_done: Callable[[OperationResult, QueuedModel], Any],
+        follows: Callable[[str], bool],
+    ) -> None:
+        """Read all models from the journal.
+
+        Args:
+            backend: computes.
+            journal: the journal.
+            futures: gets the results.
+            folder: run folder.
+            on_done: awaited after an operation, with its result.
+            follows: whether an engine follows a path.
+        """
+        self._backend, self._journal, self._futures = backend, journal, futures
+        self._folder, self._on_done, self._follows = folder, on_done, follows
+        self._limits = backend.config.limits
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "training")
+        self.checkpoints = {row.path: row for row in journal.checkpoints()}
+        # In the order of their last operation: the first one is the next to have a turn.
+        self.models: dict[str, QueuedModel] = {}
+        for row in journal.models():
+            if row.is_open:
+                self._reopen(row)
+
+    def _reopen(self, row: ModelRow) -> None:
+        rows = self._journal.requests(row.id, row.snapshot_seq)
+        done = [each for each in rows if each.status != "pending"]
+        entry = QueuedModel(row, next_seq=row.snapshot_seq + 1 + len(done))
+        entry.waiting = {each.seq: each for each in rows if each.status == "pending"}
+        entry.replayed = [each for each in done if each.status != "error"]
+        for each in entry.waiting.values():
+            self._futures.watch(each.id)
+        self.models[row.id] = entry
+
+    # The event loop.
+
+    async def run(self) -> None:
+        """Execute operations until cancelled."""
+        while True:
+            entry = next((e for e in self.models.values() if e.next_seq in e.waiting), None)
+            if entry is None:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            # Others have a turn before its next operation.
+            self.models[entry.row.id] = self.models.pop(entry.row.id)
+            row = entry.waiting.pop(entry.next_seq)
+            done = await self.call(lambda entry=entry, row=row: self._execute(entry, row))
+            entry.next_seq += 1
+            await self._finish(entry, row, done)
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Compute something in the thread, between operations."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def add_model(self, row: ModelRow) -> None:
+        """Add a model whose first operation follows."""
+        self._journal.add_model(row)
+        self.models[row.id] = QueuedModel(row)
+
+    def add(self, row: RequestRow) -> None:
+        """Add an operation."""
+        self.models[row.owner].waiting[row.seq] = row
+        self._wake.set()
+
+    def find(self, model: str) -> QueuedModel:
+        """Find a model.
+
+        Raises:
+            Unknown: there is none.
+        """
+        if model not in self.models:
+            raise Unknown(f"model_id={model[:200]!r}: there is no such model, or it was unloaded")
+        return self.models[model]
+
+    def drop(self, model: str) -> None:
+        """Unload a model; its checkpoints stay."""
+        entry = self.models.pop(model)
+        self._journal.close_model(model)
+        for row in entry.waiting.values():
+            self._futures.finish(row.id, *error_result("the model was unloaded", "user"))
+        if entry.row.snapshot:
+            shutil.rmtree(self._folder / entry.row.snapshot, ignore_errors=True)
+
+    def folder_of(self, path: str) -> Path:
+        """Return the folder of a tinker:// path.
+
+        Raises:
+            Unknown: it is no path of a checkpoint.
+        """
+        model, *rest = path.removeprefix(SCHEME).split("/")
+        if not path.startswith(SCHEME) or len(rest) != 2 or rest[0] not in _KINDS:
+            raise Unknown(
+                f"{path[:200]!r}: expected tinker://MODEL/weights/NAME or "
+                "tinker://MODEL/sampler_weights/NAME"
+            )
+        if path not in self.checkpoints:
+            raise Unknown(f"{path[:200]!r}: there is no such checkpoint, or it has expired")
+        return self._folder / "checkpoints" / model.replace(":", "-") / rest[0] / rest[1]
+
+    def shape_of(self, path: str) -> LoRA | None:
+        """Return the adapter's settings of a checkpoint."""
+        return adapter_from_json(self.checkpoints[path].fields["lora"])
+
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint."""
+        folder = self.folder_of(path)
+        self._journal.delete_checkpoint(path)
+        del self.checkpoints[path]
+        shutil.rmtree(folder, ignore_errors=True)
+
+    async def _finish(self, entry: QueuedModel, row: RequestRow, done: OperationResult) -> None:
+        """Store what an operation did; its result comes before the snapshot that contains it."""
+        if done.checkpoint is not None:
+            self._journal.add_checkpoint(done.checkpoint)
+            self.checkpoints[done.checkpoint.path] = done.checkpoint
+            self._expire_unnamed(entry.row.id)
+        await self._on_done(done, entry)
+        self._futures.finish(row.id, done.status, done.result)
+        if done.snapshot is not None and entry.row.id not in self.models:
+            shutil.rmtree(done.snapshot)  # the model was unloaded meanwhile
+        elif done.snapshot is not None and entry.model is not None:
+            old = entry.row.snapshot
+            entry.row.snapshot = str(done.snapshot.relative_to(self._folder))
+            entry.row.snapshot_seq = row.seq
+            self._journal.set_snapshot(
+                entry.row.id,
+                row.seq,
+                entry.row.snapshot,
+                entry.model.step,
+                self._limits.result_ttl_s,
+            )
+            if old and old != entry.row.snapshot:
+                shutil.rmtree(self._folder / old, ignore_errors=True)
+
+    def _expire_unnamed(self, model: str) -> None:
+        prefix = f"{SCHEME}{model}/sampler_weights/{_UNNAMED}"
+        unnamed = [path for path in self.checkpoints if path.startswith(prefix)]
+        for path in unnamed[: -self._limits.num_unnamed_samplers]:
+            self.delete_checkpoint(path)
+
+    # The thread.
+
+    def _execute(self, entry: QueuedModel, row: RequestRow) -> OperationResult:
+        try:
+            self._make_resident(entry)
+            return self._apply(entry, row)
+        except InvalidRequest as error:
+            return OperationResult(*error_result(str(error), "user"))
+        except FloatingPointError as error:
+            return OperationResult(*error_result(str(error), "user", "dropped"))
+        except Exception as error:  # of any class: the client gets it, and others go on
+            logger.exception("%s of %s failed", row.kind, row.owner)
+            return OperationResult(
+                *error_result(f"the server failed: {type(error).__name__}", "server")
+            )
+
+    def _make_resident(self, entry: QueuedModel) -> None:
+        """Restore a model, and move those that were used least recently to the host."""
+        if entry.model is None and (entry.row.snapshot or entry.replayed):
+            self._restore(entry)
+        if entry.model is not None:
+            entry.model.to_devices()
+        # The event loop adds models meanwhile.
+        others = [e for e in list(self.models.values()) if e is not entry and e.model is not None]
+        resident = [e.model for e in others if e.model is not None and e.model.is_resident]
+        for model in resident[: max(0, len(resident) + 1 - self._limits.max_resident_models)]:
+            model.to_host()
+
+    def _restore(self, entry: QueuedModel) -> None:
+        row = entry.row
+        logger.info(
+            "resuming from snapshot: model=%s seq=%d operations=%d",
+            row.id,
+            row.snapshot_seq,
+            len(entry.replayed),
+        )
+        if row.snapshot:
+            folder = self._folder / row.snapshot
+            entry.model = self._backend.load(entry.shape, folder, with_optimizer=True)
+            entry.model.step = row.step
+        for each in entry.replayed:
+            if each.kind in ("save_weights", "save_weights_for_sampler"):
+                continue
+            with suppress(FloatingPointError):  # as the first time
+                self._apply(entry, each, is_replay=True)
+        entry.replayed = []
+
+    def _apply(
+        self, entry: QueuedModel, row: RequestRow, *, is_replay: bool = False
+    ) -> OperationResult:
+        """Execute an operation on a model that is on the devices."""
+        if row.kind == "forward_backward":
+            request = parse_forward_backward(row.body)
+            if is_replay and request.forward_only:
+                return OperationResult("", b"")
+            result = self._model(entry).forward_backward(request, self._backend.config)
+            return OperationResult("protobuf", result)
+        body = json.loads(row.body)
+        match row.kind:
+            case "create_model":
+                entry.model = self._backend.create(entry.shape, entry.row.fields["seed"])
+                return OperationResult(*json_result(model_id=row.owner, type="create_model"))
+            case "optim_step":
+                metrics = self._model(entry).optim_step(read_adam(body.get("adam_params") or {}))
+                done = OperationResult(*json_result(metrics=metrics, type="optim_step"))
+                if not is_replay:
+                    self._snapshot(entry, row, done)
+                    path = f"{SCHEME}{row.owner}/sampler_weights/{LATEST}"
+                    if self._follows(path):
+                        done.published = path, self._weights(entry)
+                return done
+            case "load_weights":
+                done = self._load(entry, row, body)
+                if not is_replay:
+                    self._snapshot(entry, row, done, is_due=True)
+                return done
+            case "save_weights":
+                return self._save(entry, row, "weights", self._name(body, f"step-{row.seq}"), body)
+            case _:
+                return self._save_for_sampler(entry, row, body)
+
+    def _model(self, entry: QueuedModel) -> TrainedModel:
+        if entry.model is None:
+            raise InvalidRequest(f"model_id={entry.row.id}: the model could not be created")
+        return entry.model
+
+    def _load(self, entry: QueuedModel, row: RequestRow, body: dict[str, Any]) -> OperationResult:
+        path = body["path"]
+        folder, shape = self.folder_of(path), self.shape_of(path)
+        if shape != entry.shape:
+            raise InvalidRequest(f"{path}: expected an adapter of {entry.shape}, found {shape}")
+        try:
+            model = self._backend.load(shape, folder, with_optimizer=body["optimizer"])
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        model.step = self.checkpoints[path].fields["step"] if body["optimizer"] else 0
+        entry.model = model
+        return OperationResult(*json_result(path=path, model_id=row.owner, type="load_weights"))
+
+    def _save_for_sampler(
+        self, entry: QueuedModel, row: RequestRow, body: dict[str, Any]
+    ) -> OperationResult:
+        number = body.get("sampling_session_seq_id")
+        if number is None:
+            return self._save(
+                entry, row, "sampler_weights", self._name(body, f"step-{row.seq}"), body
+            )
+        is_inflight = body.get("kind") == INFLIGHT
+        name = INFLIGHT if is_inflight else f"{_UNNAMED}{row.seq}"
+        done = self._save(entry, row, "sampler_weights", name, body)
+        assert done.checkpoint is not None
+        sampler = f"{entry.row.session}:sample:{number}"
+        done.sampler = sampler, done.checkpoint.path
+        done.status, done.result = json_result(
+            sampling_session_id=sampler, type="save_weights_for_sampler"
+        )
+        if is_inflight and self._follows(done.checkpoint.path):
+            done.published = done.checkpoint.path, self._weights(entry)
+        return done
+
+    def _save(
+        self, entry: QueuedModel, row: RequestRow, kind: str, name: str, body: dict[str, Any]
+    ) -> OperationResult:
+        model, path = self._model(entry), f"{SCHEME}{row.owner}/{kind}/{name}"
+        found = self.checkpoints.get(path)
+        # An operation is repeated if the server was killed before its result was stored.
+        is_own = found is not None and found.fields["request"] == row.id
+        if found is not None and not (is_own or name == INFLIGHT or body.get("overwrite")):
+            raise InvalidRequest(
+                f"{path}: there is such a checkpoint; set overwrite, or another name"
+            )
+        folder = self._folder / "checkpoints" / row.owner.replace(":", "-") / kind / name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        size = self._backend.save(model, folder, with_optimizer=kind == "weights")
+        checkpoint = CheckpointRow(path, row.owner, _KINDS[kind], time.time(), size)
+        checkpoint.fields = {
+            "lora": entry.row.fields["lora"],
+            "step": model.step,
+            "request": row.id,
+            "user_metadata": body.get("user_metadata"),
+        }
+        operation = "save_weights" if kind == "weights" else "save_weights_for_sampler"
+        return OperationResult(*json_result(path=path, type=operation), checkpoint=checkpoint)
+
+    def _name(self, body: dict[str, Any], default: str) -> str:
+        name = body.get("path") or default
+        if not _NAME.fullmatch(name) or name in (LATEST, INFLIGHT):
+            raise InvalidRequest(
+                f"path={name[:200]!r}: expected a name of letters, digits, '_', '-' and '.', other "
+                f"than {LATEST} and {INFLIGHT}"
+            )
+        return name
+
+    def _weights(self, entry: QueuedModel) -> SamplerWeights:
+        """Return a copy of a model's weights, on the host."""
+        model = self._model(entry)
+        return SamplerWeights(entry.shape, fetch(model.state.params), model.step)
+
+    def latest_weights(self, model: str) -> SamplerWeights:
+        """Return a copy of a model's current weights; called in the thread.
+
+        Raises:
+            Unknown: there is no such model.
+        """
+        entry = self.find(model)
+        self._make_resident(entry)
+        return self._weights(entry)
+
+    def _snapshot(
+        self, entry: QueuedModel, row: RequestRow, done: OperationResult, *, is_due: bool = False
+    ) -> None:
+        """Write a snapshot if the last one is old; there are no gradients now."""
+        now = time.monotonic()
+        if is_due or now - entry.snapshot_s >= self._limits.snapshot_period_s:
+            entry.snapshot_s = now
+            done.snapshot = (
+                self._folder / "snapshots" / row.owner.replace(":", "-") / f"seq-{row.seq}"
+            )
+            done.snapshot.parent.mkdir(parents=True, exist_ok=True)
+            self._backend.save(self._model(entry), done.snapshot, with_optimizer=True)

@@ -1,0 +1,31 @@
+"""A server that the tests of a module share."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+from tiny_server import service, serving, write_policy
+
+from areal_jax.api.training_server import ListeningServer
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("tinker") / "policy")
+
+
+@pytest.fixture(scope="module")
+def server(
+    policy: Path, tmp_path_factory: pytest.TempPathFactory, quick_compilation: None
+) -> Iterator[ListeningServer]:
+    with serving(policy, tmp_path_factory.mktemp("run")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: ListeningServer) -> tinker.ServiceClient:
+    return service(server.base_url)
