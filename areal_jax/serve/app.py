@@ -13,8 +13,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
-from functools import cache
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from functools import cache, partial
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 from aiohttp import http_exceptions, web
@@ -25,6 +25,7 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.data.tool_calls import TOOL_CALL_START, ParsedOutput, ToolCall, parse_hermes
 from areal_jax.errors import EngineStopped, InvalidRequest, first_error
 from areal_jax.records import Completion, OnProgress, Progress
+from areal_jax.serve import anthropic_messages, openai_responses
 from areal_jax.serve.bodies import (
     APIError,
     Chat,
@@ -40,12 +41,15 @@ from areal_jax.serve.bodies import (
 )
 from areal_jax.serve.config import LimitsConfig
 from areal_jax.serve.detokenizer import StreamDetokenizer
-from areal_jax.serve.responses import Form, Part, now
+from areal_jax.serve.responses import CompletionForm, Form, MakeForm, Part, count_tokens, now
 from areal_jax.serve.server_metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+
+EPOCH = "1970-01-01T00:00:00Z"
+"""When the policy was created: not known."""
 
 _LARGE = 1 << 16
 """Size of a request in bytes, and of a response in tokens, from which it counts as large."""
@@ -56,6 +60,13 @@ T = TypeVar("T")
 
 Prompt = Int32[np.ndarray, "_"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+ReadChat: TypeAlias = Callable[[dict[str, Any], int], tuple[Chat, MakeForm]]
+"""Reads a body of at most a number of messages; returns the conversation and the form of its
+answer."""
+
+MESSAGES = "/v1/messages"
+"""Path of Anthropic's protocol, which has errors of its own form."""
 
 
 @runtime_checkable
@@ -120,7 +131,7 @@ class Auth(Protocol):
 
 
 class App:
-    """OpenAI's API over the backends that an `Auth` returns.
+    """OpenAI's and Anthropic's APIs over the backends that an `Auth` returns.
 
     It has more than 200 lines because it is the list of all routes.
     """
@@ -135,9 +146,7 @@ class App:
         """
         self._auth, self._limits, self._num_requests, self._num_running = auth, limits, 0, 0
         self._metrics = ServerMetrics(lambda: self._num_running, measure)
-        # Threads of slow work, separate ones for large requests; `close` ends
-        # them.
-        # ends them.
+        # Threads of slow work, separate ones for large requests; `close` ends them.
         self._small, self._large = (
             ThreadPoolExecutor(2, "small requests"),
             ThreadPoolExecutor(1, "large requests"),
@@ -151,6 +160,9 @@ class App:
         for prefix in ("", "/sessions/{session}"):
             self.http.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             self.http.router.add_post(f"{prefix}/v1/completions", self._texts)
+            self.http.router.add_post(f"{prefix}/v1/responses", self._responses)
+            self.http.router.add_post(f"{prefix}{MESSAGES}", self._messages)
+            self.http.router.add_post(f"{prefix}{MESSAGES}/count_tokens", self._count_tokens)
             self.http.router.add_post(f"{prefix}/inference/v1/generate", self._tokens)
             self.http.router.add_get(f"{prefix}/v1/models", self._models)
             self.http.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
@@ -162,7 +174,7 @@ class App:
 
     @property
     def limits(self) -> LimitsConfig:
-        """Return the routes."""
+        """Return what clients may ask for."""
         return self._limits
 
     def close(self) -> None:
@@ -216,7 +228,8 @@ class App:
             refused = self._refusal(first_error(error))
             if refused.status == 500:
                 logger.exception("%s %s failed", request.method, _endpoint(request))
-            return _error(refused)
+            is_anthropic = MESSAGES in _endpoint(request)
+            return _error(refused, anthropic_messages.error_body if is_anthropic else APIError.body)
 
     def _refusal(self, error: Exception) -> APIError:
         """Return the error message for the client."""
@@ -244,8 +257,8 @@ class App:
             case web.HTTPException():
                 return APIError(
                     error.status,
-                    f"{error.reason}: see /v1/models, /v1/chat/completions, /v1/completions and "
-                    "/inference/v1/generate",
+                    f"{error.reason}: see /v1/models, /v1/chat/completions, /v1/completions, "
+                    f"/v1/responses, {MESSAGES} and /inference/v1/generate",
                 )
             case _:
                 return APIError(500, f"the server failed: {type(error).__name__}")
@@ -280,9 +293,12 @@ class App:
 
     async def _models(self, request: web.Request) -> web.Response:
         source, wanted = self._source(request), request.match_info.get("model")
+        # The fields of OpenAI's API and of Anthropic's.
         model = {"id": source.model, "object": "model", "created": 0, "owned_by": "areal_jax"}
+        model |= {"type": "model", "display_name": source.model, "created_at": EPOCH}
         if wanted is None:
-            return web.json_response({"object": "list", "data": [model]})
+            listed = {"object": "list", "data": [model], "has_more": False}
+            return web.json_response(listed | {"first_id": source.model, "last_id": source.model})
         _require_model(source, wanted)
         return web.json_response(model)
 
@@ -320,41 +336,70 @@ class App:
         return web.json_response({**found, **tokenizer.special_tokens})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
+        def read(given: dict[str, Any], max_messages: int) -> tuple[Chat, MakeForm]:
+            return read_chat(given, max_messages), partial(CompletionForm, "chat")
+
+        return await self._converse(request, read)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._converse(request, anthropic_messages.read)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._converse(request, openai_responses.read)
+
+    async def _converse(self, request: web.Request, read: ReadChat) -> web.StreamResponse:
+        """Answer a conversation.
+
+        Args:
+            read: reads the body in the request's protocol.
+        """
         source = self._source(request)
         body = await self._body(request)
+        chat, make_form, prompt = await self._in_thread(
+            len(body), lambda: self._read_conversation(source, body, read)
+        )
+        return await self._answer(
+            request, source, [prompt], chat.generation_params, chat, make_form
+        )
 
-        def read() -> tuple[Chat, Prompt]:
-            chat = read_chat(
-                read_json(body, self._limits.max_body_values), self._limits.max_messages
-            )
-            _require_model(source, chat.generation_params.model)
-            try:
-                if chat.tools and not source.tokenizer.can_render_tools:
-                    raise APIError(
-                        400,
-                        f"the chat template of {source.model} has no tools",
-                        param="tools",
-                    )
-                return chat, source.prompt_of(chat)
-            except InvalidRequest:
-                raise
-            except ValueError as error:
-                raise APIError(400, str(error), param="messages") from error
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        source = self._source(request)
+        body = await self._body(request)
+        _, _, prompt = await self._in_thread(
+            len(body),
+            lambda: self._read_conversation(source, body, anthropic_messages.read_to_count),
+        )
+        return web.json_response({"input_tokens": len(prompt)})
 
-        chat, prompt = await self._in_thread(len(body), read)
-        return await self._answer(request, source, [prompt], chat.generation_params, chat, "chat")
+    def _read_conversation(
+        self, source: Backend, body: bytes, read: ReadChat
+    ) -> tuple[Chat, MakeForm, Prompt]:
+        """Read and render a conversation; called in a thread."""
+        given = read_json(body, self._limits.max_body_values)
+        chat, make_form = read(given, self._limits.max_messages)
+        _require_model(source, chat.generation_params.model)
+        try:
+            if chat.tools and not source.tokenizer.can_render_tools:
+                raise APIError(
+                    400, f"the chat template of {source.model} has no tools", param="tools"
+                )
+            return chat, make_form, source.prompt_of(chat)
+        except InvalidRequest:
+            raise
+        except ValueError as error:
+            raise APIError(400, str(error), param="messages") from error
 
     async def _texts(self, request: web.Request) -> web.StreamResponse:
-        return await self._continue(request, read_texts, "text")
+        return await self._continue(request, read_texts, partial(CompletionForm, "text"))
 
     async def _tokens(self, request: web.Request) -> web.StreamResponse:
-        return await self._continue(request, read_tokens, "tokens")
+        return await self._continue(request, read_tokens, partial(CompletionForm, "tokens"))
 
     async def _continue(
         self,
         request: web.Request,
         read_body: Callable[[Mapping[str, Any]], Texts],
-        kind: Literal["text", "tokens"],
+        make_form: MakeForm,
     ) -> web.StreamResponse:
         source = self._source(request)
         body = await self._body(request)
@@ -371,7 +416,7 @@ class App:
             return asked.generation_params, prompts
 
         generation_params, prompts = await self._in_thread(len(body), read)
-        return await self._answer(request, source, prompts, generation_params, None, kind)
+        return await self._answer(request, source, prompts, generation_params, None, make_form)
 
     # Responses.
 
@@ -382,12 +427,11 @@ class App:
         prompts: Sequence[Prompt],
         generation_params: GenerationParams,
         chat: Chat | None,
-        kind: Literal["chat", "text", "tokens"],
+        make_form: MakeForm,
     ) -> web.StreamResponse:
         self._require_few(generation_params.num_samples * len(prompts))
         self._num_requests += 1
-        form = Form(
-            kind,
+        form = make_form(
             str(self._num_requests),
             generation_params,
             prompts,
@@ -402,12 +446,11 @@ class App:
             else:
                 async with self._until(deadline_s):
                     parts = await answering.whole()
-                    write = form.in_tokens if kind == "tokens" else form.whole
-                    text = await self._in_thread(_size(parts), lambda: write(parts))
+                    text = await self._in_thread(_size(parts), lambda: form.whole(parts))
                     response = web.Response(text=text, content_type="application/json")
-        usage = form.usage(answering.reported)
-        self._metrics.prompt_tokens.inc(usage["prompt_tokens"])
-        self._metrics.completion_tokens.inc(usage["completion_tokens"])
+        num_prompt_tokens, num_sampled_tokens = count_tokens(prompts, answering.reported)
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._metrics.completion_tokens.inc(num_sampled_tokens)
         return response
 
     def _require_few(self, total: int) -> None:
@@ -435,12 +478,13 @@ class App:
             await response.prepare(request)
             try:
                 async with self._until(deadline_s):
-                    for chunk in (*form.opening(), form.chunk(first)):
-                        await _send(response, chunk)
+                    for event in (*form.opening(), *form.chunk(first)):
+                        await _send(response, event)
                     async for part in parts:
-                        await _send(response, form.chunk(part))
-                    for chunk in form.closing(answering.reported):
-                        await _send(response, chunk)
+                        for event in form.chunk(part):
+                            await _send(response, event)
+                    for event in form.closing(answering.reported):
+                        await _send(response, event)
             except ConnectionError:
                 raise  # the client has left
             except Exception as error:  # any error; counted in failed_streams
@@ -448,8 +492,8 @@ class App:
                 refused = self._refusal(first_error(error))
                 self._metrics.failed_streams.labels(endpoint=_endpoint(request)).inc()
                 logger.warning("stream failed: %s", error, exc_info=refused.status == 500)
-                await _send(response, refused.body())
-        await response.write(b"data: [DONE]\n\n")
+                await _send(response, form.failure(refused))
+        await response.write(form.done)
         await response.write_eof()
         return response
 
@@ -501,13 +545,12 @@ class Choices:
         ]
         # New text of each choice, put by `_progress_callback` and taken by `parts`; None ends it,
         # put when all samples are complete.
-        # it, put when all is sampled.
         self._news = asyncio.Queue[Part | None]()
         self.reported: Sequence[Part] = ()
-        """Return the complete answers."""
+        """The complete answers."""
 
     async def whole(self) -> Sequence[Part]:
-        """Yield all choices, each in one part."""
+        """Return all choices, each in one part."""
         await self._end(await self._sampled(follows=bool(self._generation_params.stops)))
         return self.reported
 
@@ -584,7 +627,8 @@ class Choices:
             calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
             kept = completion.slice(0, detokenizer.num_tokens)
             finish = "stop" if detokenizer.is_stopped else completion.stop_reason
-            whole.append(Part(index, content, kept, finish, calls))
+            stop_string = detokenizer.stop_string
+            whole.append(Part(index, content, kept, finish, calls, stop_string))
             rest.append(
                 Part(
                     index,
@@ -592,6 +636,7 @@ class Choices:
                     kept.slice(before, detokenizer.num_tokens),
                     finish,
                     calls,
+                    stop_string,
                 )
             )
         return whole, rest
@@ -691,9 +736,8 @@ async def listening(
     """Listen at an address while the body runs; yields the port. At the end, running requests have
     some time to finish.
     """
-    # A handler is cancelled when its client disconnects, and with it what it awaits, which
-    # frees slots.
-    # frees slots.
+    # A handler is cancelled when its client disconnects, and with it what it awaits, which frees
+    # slots.
     runner = web.AppRunner(
         app.http,
         handler_cancellation=True,
@@ -729,18 +773,17 @@ async def listening(
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
     # Other requests run between two events, even if the client reads as fast as they are
     # written.
-    # written.
     await asyncio.sleep(0)
-    await response.write(
-        b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
-    )
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    data = json.dumps(event, ensure_ascii=False, allow_nan=False)
+    await response.write(f"{name}data: {data}\n\n".encode())
 
 
-def _error(refused: APIError) -> web.Response:
+def _error(refused: APIError, body: Callable[[APIError], dict[str, Any]]) -> web.Response:
     headers = {"Retry-After": str(RETRY_AFTER_S)} if refused.status == 429 else {}
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(refused.body(), status=refused.status, headers=headers)
+    return web.json_response(body(refused), status=refused.status, headers=headers)
 
 
 def _require_model(source: Backend, wanted: str) -> None:

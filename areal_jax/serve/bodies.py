@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
@@ -50,6 +50,8 @@ IGNORED = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "reasoning_effort",
+    "verbosity",
     "parallel_tool_calls",
 )
 """Fields without effect on the answer."""
@@ -158,11 +160,8 @@ def read_json(body: bytes, max_values: int) -> dict[str, Any]:
 
 def read_chat(given: Mapping[str, Any], max_messages: int = 1 << 20) -> Chat:
     """Validate a request for /v1/chat/completions."""
-    messages, tools = given.get("messages"), given.get("tools")
-    if isinstance(messages, list) and len(messages) > max_messages:
-        expected = f"at most limits.max_messages={max_messages} items, found {len(messages)}"
-        message = f"expected messages to have {expected}"
-        raise APIError(400, message, code="context_length_exceeded", param="messages")
+    require_few_messages(given.get("messages"), max_messages, "messages")
+    tools = given.get("tools")
     body = validated(_ChatBody, given)
     if body.top_logprobs and not body.logprobs:
         found = f"top_logprobs={body.top_logprobs} and logprobs=false"
@@ -175,6 +174,14 @@ def read_chat(given: Mapping[str, Any], max_messages: int = 1 << 20) -> Chat:
         tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages)),
         tuple(tools) if tools and body.tool_choice == "auto" else (),
     )
+
+
+def require_few_messages(messages: object, max_messages: int, name: str) -> None:
+    """Refuse a conversation with too many messages before they are validated."""
+    if isinstance(messages, list) and len(messages) > max_messages:
+        found = f"at most limits.max_messages={max_messages} items, found {len(messages)}"
+        message = f"expected {name} to have {found}"
+        raise APIError(400, message, code="context_length_exceeded", param=name)
 
 
 def read_texts(given: Mapping[str, Any]) -> Texts:
@@ -203,8 +210,8 @@ def read_tokens(given: Mapping[str, Any]) -> Texts:
     return read_texts(sampling | fixed)
 
 
-def _expected(what: str) -> WrapValidator:
-    """One error for a type with several forms, instead of one for each form."""
+def expected(what: str) -> WrapValidator:
+    """Give one error for a type with several forms, instead of one for each form."""
 
     def validate(value: Any, inner: Callable[[Any], Any]) -> Any:
         try:
@@ -215,8 +222,8 @@ def _expected(what: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-def _only(supported: Any) -> AfterValidator:
-    """A field with one supported value."""
+def only(supported: Any) -> AfterValidator:
+    """Restrict a field to its one supported value."""
 
     def validate(value: Any) -> Any:
         if value != supported:
@@ -231,7 +238,7 @@ def _is_tokens(given: list[Any]) -> bool:
     return bool(given) and isinstance(given[0], int)
 
 
-_Text = Annotated[str, Field(min_length=1)]
+NonEmpty = Annotated[str, Field(min_length=1)]
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Arguments = Json[dict[str, Any]] | Literal[""]
 _Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
@@ -243,35 +250,35 @@ _Several = BeforeValidator(
 
 # Nested objects are dicts: instances of pydantic's models take sixteen times as long, under the
 # interpreter's lock.
-_strict = with_config(ConfigDict(strict=True))
+strict = with_config(ConfigDict(strict=True))
 
 _CONTENT = "a string or a list of parts of type text or image_url"
 
 
-@_strict
+@strict
 class _CalledFunction(TypedDict):
     name: str
-    arguments: NotRequired[Annotated[_Arguments | None, _expected("be a JSON object in a string")]]
+    arguments: NotRequired[Annotated[_Arguments | None, expected("be a JSON object in a string")]]
 
 
-@_strict
+@strict
 class _ToolCall(TypedDict):
     function: _CalledFunction
 
 
-@_strict
+@strict
 class _TextPart(TypedDict):
     type: Literal["text"]
     text: str
 
 
-@_strict
+@strict
 class _ImageURL(TypedDict):
     url: str
     detail: NotRequired[str | None]
 
 
-@_strict
+@strict
 class _ImagePart(TypedDict):
     type: Literal["image_url"]
     image_url: _ImageURL
@@ -281,27 +288,27 @@ _Part = Annotated[_TextPart | _ImagePart, Field(discriminator="type")]
 _Parts = Annotated[list[_Part], Field(fail_fast=True)]
 
 
-@_strict
+@strict
 class _Message(TypedDict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: NotRequired[Annotated[list[_ToolCall], Field(fail_fast=True)] | None]
-    content: NotRequired[Annotated[str | _Parts | None, _expected(f"be {_CONTENT}")]]
+    content: NotRequired[Annotated[str | _Parts | None, expected(f"be {_CONTENT}")]]
     name: NotRequired[str | None]
     tool_call_id: NotRequired[str | None]
 
 
-@_strict
+@strict
 class _Function(TypedDict):
     name: str
 
 
-@_strict
+@strict
 class _Tool(TypedDict):
     type: Literal["function"]
     function: _Function
 
 
-@_strict
+@strict
 class _StreamOptions(TypedDict):
     include_usage: NotRequired[bool | None]
 
@@ -387,13 +394,13 @@ class _Body(_SamplingFields):
     model: str
     n: int = Field(1, ge=1)
     stop: Annotated[
-        list[_Text],
+        list[NonEmpty],
         Field(max_length=MAX_STOPS, fail_fast=True),
         _Several,
-        _expected(f"be a string or a list of at most {MAX_STOPS}, none of them empty"),
+        expected(f"be a string or a list of at most {MAX_STOPS}, none of them empty"),
     ] = []
     stop_token_ids: Annotated[list[_Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = []
-    logit_bias: Annotated[dict[str, Any], _only({})] = {}
+    logit_bias: Annotated[dict[str, Any], only({})] = {}
     stream: bool = False
     stream_options: _StreamOptions = {}
     seed: int | None = None
@@ -403,14 +410,7 @@ class _Body(_SamplingFields):
     @classmethod
     def _given(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Drop nulls, which mean that a field is not given, and fields without effect."""
-        known = {field.alias or name for name, field in cls.model_fields.items()} | set(IGNORED)
-        for name, value in given.items():
-            # Only the first one: pydantic would report each, and a body may have many.
-            if value is not None and name not in known:
-                raise APIError(400, f"Unrecognized request argument supplied: {name}", param=name)
-        return {
-            name: each for name, each in given.items() if each is not None and name not in IGNORED
-        }
+        return without_ignored(given, cls, IGNORED)
 
     def generation_params(
         self, max_new_tokens: int | None, num_top_logprobs: int | None
@@ -438,7 +438,7 @@ class _ChatBody(_Body):
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
     tool_choice: Literal["auto", "none"] = "auto"
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
-    response_format: Annotated[dict[str, Any], _only({"type": "text"})] = {"type": "text"}
+    response_format: Annotated[dict[str, Any], only({"type": "text"})] = {"type": "text"}
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -447,13 +447,13 @@ class _ChatBody(_Body):
 
 class _TextsBody(_Body):
     prompt: Annotated[
-        list[_Text | _Tokens],
+        list[NonEmpty | _Tokens],
         Field(min_length=1, fail_fast=True),
         _Several,
-        _expected("be a string, token ids, or a list of either, none of them empty"),
+        expected("be a string, token ids, or a list of either, none of them empty"),
     ]
-    echo: Annotated[bool, _only(False)] = False
-    suffix: Annotated[str, _only("")] = ""
+    echo: Annotated[bool, only(False)] = False
+    suffix: Annotated[str, only("")] = ""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     max_tokens: int = Field(16, ge=1)
     best_of: int | None = None
@@ -467,7 +467,7 @@ class _TokensBody(BaseModel):
     model: str
     token_ids: _Tokens
     sampling_params: dict[str, Any] = {}
-    stream: Annotated[bool | None, _only(False)] = False
+    stream: Annotated[bool | None, only(False)] = False
 
 
 class TokenizeBody(BaseModel):
@@ -488,6 +488,22 @@ class DetokenizeBody(BaseModel):
 
 
 _B = TypeVar("_B", bound=BaseModel)
+
+
+def without_ignored(
+    given: Mapping[str, Any], kind: type[BaseModel], ignored: Collection[str]
+) -> dict[str, Any]:
+    """Drop nulls, which mean that a field is not given, and fields without effect.
+
+    Raises:
+        APIError: the body has a field that is neither a field of `kind` nor ignored.
+    """
+    known = {field.alias or name for name, field in kind.model_fields.items()} | set(ignored)
+    for name, value in given.items():
+        # Only the first one: pydantic would report each, and a body may have many.
+        if value is not None and name not in known:
+            raise APIError(400, f"Unrecognized request argument supplied: {name}", param=name)
+    return {name: each for name, each in given.items() if each is not None and name not in ignored}
 
 
 def validated(kind: type[_B], given: Mapping[str, Any]) -> _B:

@@ -66,8 +66,8 @@ class StreamDetokenizer:
         self._is_held = False
         self.num_tokens = 0
         """Tokens of the answer so far, up to the one with which a stop string is complete."""
-        self.is_stopped = False
-        """Whether a stop string has ended it."""
+        self.stop_string: str | None = None
+        """The stop string that ended it."""
         self.text = ""
         """Text emitted so far."""
 
@@ -95,6 +95,11 @@ class StreamDetokenizer:
         return text + self._emit(is_last=True)
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        return self.stop_string is not None
+
+    @property
     def held(self) -> str:
         """Text that was not emitted, from `hold` to the end; empty without `hold`."""
         return self._pending if self._is_held else ""
@@ -102,9 +107,10 @@ class StreamDetokenizer:
     def _append(self, text: str) -> None:
         """Append to the pending text, up to a stop string."""
         self._pending += text
-        found = [place for stop in self._stops if (place := self._pending.find(stop)) >= 0]
+        found = [(place, stop) for stop in self._stops if (place := self._pending.find(stop)) >= 0]
         if found:
-            self._pending, self.is_stopped = self._pending[: min(found)], True
+            place, self.stop_string = min(found)
+            self._pending = self._pending[:place]
 
     def _emit(self, *, is_last: bool = False) -> str:
         """Remove and return the pending text that later tokens cannot change."""

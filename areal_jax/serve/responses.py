@@ -12,14 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from jaxtyping import Int32
 
 from areal_jax.data.tool_calls import ToolCall
 from areal_jax.records import Completion, StopReason
-from areal_jax.serve.bodies import GenerationParams
+from areal_jax.serve.bodies import APIError, GenerationParams
 
 TokenText = Callable[[int], str]
 
@@ -38,11 +38,58 @@ class Part:
     """The tokens of this part."""
     finish: StopReason | None = None
     calls: tuple[ToolCall, ...] = ()
+    stop_string: str | None = None
+    """The stop string that ended it."""
+
+
+class Form(Protocol):
+    """Writes the answers to one request in the format of a protocol.
+
+    An event of a stream with a `type` is sent by that name.
+    """
+
+    @property
+    def done(self) -> bytes:
+        """What a stream ends with after its last event."""
+        ...
+
+    def whole(self, parts: Sequence[Part]) -> str:
+        """Return the complete response as JSON."""
+        ...
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the first events of a stream."""
+        ...
+
+    def chunk(self, part: Part) -> list[dict[str, Any]]:
+        """Return the events of a part of a stream."""
+        ...
+
+    def closing(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """Return the last events of a stream.
+
+        Args:
+            parts: the complete choices.
+        """
+        ...
+
+    def failure(self, refused: APIError) -> dict[str, Any]:
+        """Return the event of a stream that fails."""
+        ...
+
+
+MakeForm: TypeAlias = Callable[
+    [str, GenerationParams, Sequence[Int32[np.ndarray, "_"]], TokenText, int], Form
+]
+"""Makes the form of a request's answers from the number of the request, its parameters, prompts,
+the text of single tokens, and the time in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The answers to one request."""
+class CompletionForm:
+    """The answers to a request for /v1/chat/completions, /v1/completions or
+    /inference/v1/generate.
+    """
 
     kind: Literal["chat", "text", "tokens"]
     number: str
@@ -51,37 +98,18 @@ class Form:
     prompts: Sequence[Int32[np.ndarray, "_"]]
     token_text: TokenText
     created: int
+    done: bytes = b"data: [DONE]\n\n"
     _reported: Counter[int] = field(default_factory=Counter)
     """Characters of the tokens of each choice whose log-probs were sent."""
 
     def whole(self, parts: Sequence[Part]) -> str:
-        """The answer in one, as JSON; written choice by choice, as the objects of all take ten
-        times the memory.
-        """
+        """Write choice by choice: the objects of all take ten times the memory."""
+        if self.kind == "tokens":
+            return self._in_tokens(parts)
         kind = "chat.completion" if self.kind == "chat" else "text_completion"
-        choices = ", ".join([_written(self._choice(part, "message")) for part in parts])
-        before, after = self._frame(kind) | self._prompts(), {"usage": self.usage(parts)}
-        return f'{_written(before)[:-1]}, "choices": [{choices}], {_written(after)[1:]}'
-
-    def in_tokens(self, parts: Sequence[Part]) -> str:
-        """The answer without text, as vLLM's /inference/v1/generate writes it, as JSON."""
-        choices = [
-            {
-                "index": part.index,
-                "token_ids": part.sampled.tokens.tolist(),
-                "finish_reason": part.finish,
-                "logprobs": {
-                    "content": [
-                        {"token": f"token_id:{token}", "logprob": logp, "top_logprobs": []}
-                        for token, logp, _ in _with_top_logprobs(part.sampled)
-                    ]
-                },
-                "versions": part.sampled.versions.tolist(),
-            }
-            for part in parts
-        ]
-        frame = {"request_id": self.number, "choices": choices, "usage": self.usage(parts)}
-        return _written(frame | self._prompts())
+        choices = ", ".join([written(self._choice(part, "message")) for part in parts])
+        before, after = self._frame(kind) | self._prompts(), {"usage": self._usage(parts)}
+        return f'{written(before)[:-1]}, "choices": [{choices}], {written(after)[1:]}'
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the first chunks of a stream, with the role."""
@@ -95,24 +123,42 @@ class Form:
         ]
         return [self._chunk(choices) | self._prompts()]
 
-    def chunk(self, part: Part) -> dict[str, Any]:
-        """A part of a stream."""
-        return self._chunk([self._choice(part, "delta")])
+    def chunk(self, part: Part) -> list[dict[str, Any]]:
+        return [self._chunk([self._choice(part, "delta")])]
 
     def closing(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
-        """What a stream ends with, where it is asked for: the count of tokens."""
+        """Return the token counts, where they are asked for."""
         return (
-            [self._chunk([]) | {"usage": self.usage(parts)}]
+            [self._chunk([]) | {"usage": self._usage(parts)}]
             if self.generation_params.include_usage
             else []
         )
 
-    def usage(self, parts: Sequence[Part]) -> dict[str, int]:
-        """Tokens of prompts and answers."""
-        prompt, sampled = (
-            sum(map(len, self.prompts)),
-            sum(len(part.sampled.tokens) for part in parts),
-        )
+    def failure(self, refused: APIError) -> dict[str, Any]:
+        return refused.body()
+
+    def _in_tokens(self, parts: Sequence[Part]) -> str:
+        """Return the answer without text, as vLLM's /inference/v1/generate writes it, as JSON."""
+        choices = [
+            {
+                "index": part.index,
+                "token_ids": part.sampled.tokens.tolist(),
+                "finish_reason": part.finish,
+                "logprobs": {
+                    "content": [
+                        {"token": f"token_id:{token}", "logprob": logp, "top_logprobs": []}
+                        for token, logp, _ in with_top_logprobs(part.sampled)
+                    ]
+                },
+                "versions": part.sampled.versions.tolist(),
+            }
+            for part in parts
+        ]
+        frame = {"request_id": self.number, "choices": choices, "usage": self._usage(parts)}
+        return written(frame | self._prompts())
+
+    def _usage(self, parts: Sequence[Part]) -> dict[str, int]:
+        prompt, sampled = count_tokens(self.prompts, parts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
@@ -168,7 +214,7 @@ class Form:
             message["tool_calls"] = [
                 {
                     **({"index": place} if is_delta else {}),
-                    "id": f"call_{self.number}_{part.index}_{place}",
+                    "id": call_id(self.number, part, place),
                     "type": "function",
                     "function": {
                         "name": call.name,
@@ -180,29 +226,12 @@ class Form:
         return message
 
     def _chat_logp(self, sampled: Completion) -> dict[str, Any]:
-        return {
-            "content": [
-                self._token(token, logp)
-                | {"top_logprobs": [self._token(*other) for other in others]}
-                for token, logp, others in _with_top_logprobs(sampled)
-            ],
-            "refusal": None,
-        }
-
-    def _token(self, token: int, logp: float) -> dict[str, Any]:
-        text = self.token_text(token)
-        # Part of a character has a place in no text; which bytes it stands for, only the tokenizer
-        # knows.
-        return {
-            "token": text,
-            "logprob": logp,
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-        }
+        return {"content": token_logprobs(self.token_text, sampled), "refusal": None}
 
     def _text_logp(self, part: Part) -> dict[str, Any]:
         reported = [
             (self.token_text(token), logp, others)
-            for token, logp, others in _with_top_logprobs(part.sampled)
+            for token, logp, others in with_top_logprobs(part.sampled)
         ]
         ends = np.cumsum(
             [self._reported[part.index], *(len(text) for text, _, _ in reported)]
@@ -219,7 +248,38 @@ class Form:
         }
 
 
-def _with_top_logprobs(sampled: Completion) -> list[tuple[int, float, list[tuple[int, float]]]]:
+def count_tokens(
+    prompts: Sequence[Int32[np.ndarray, "_"]], parts: Sequence[Part]
+) -> tuple[int, int]:
+    """Return the number of tokens of the prompts, and of the complete choices."""
+    return sum(map(len, prompts)), sum(len(part.sampled.tokens) for part in parts)
+
+
+def token_logprobs(token_text: TokenText, sampled: Completion) -> list[dict[str, Any]]:
+    """Return the log-probs of tokens as OpenAI's API writes them."""
+
+    def of(token: int, logp: float) -> dict[str, Any]:
+        text = token_text(token)
+        # Part of a character has a place in no text; which bytes it stands for, only the tokenizer
+        # knows.
+        return {
+            "token": text,
+            "logprob": logp,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
+
+    return [
+        of(token, logp) | {"top_logprobs": [of(*other) for other in others]}
+        for token, logp, others in with_top_logprobs(sampled)
+    ]
+
+
+def call_id(number: str, part: Part, place: int, prefix: str = "call") -> str:
+    """Return the id of a tool call, unique on this server."""
+    return f"{prefix}_{number}_{part.index}_{place}"
+
+
+def with_top_logprobs(sampled: Completion) -> list[tuple[int, float, list[tuple[int, float]]]]:
     """Token, log-prob, and the most likely tokens with theirs, as far as they could be sampled."""
     if sampled.top_logprobs is None:
         others = [[]] * len(sampled.tokens)
@@ -231,12 +291,12 @@ def _with_top_logprobs(sampled: Completion) -> list[tuple[int, float, list[tuple
     return list(zip(sampled.tokens.tolist(), sampled.logp.tolist(), others, strict=True))
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     """JSON of objects, and of long lists in them, by many short calls."""
     if isinstance(value, dict):
         return (
             "{"
-            + ", ".join(f"{json.dumps(name)}: {_written(each)}" for name, each in value.items())
+            + ", ".join(f"{json.dumps(name)}: {written(each)}" for name, each in value.items())
             + "}"
         )
     if isinstance(value, list) and len(value) > _SLICE:

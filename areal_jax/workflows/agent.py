@@ -308,7 +308,14 @@ class AgentHost:
         )
 
     async def _run_command(self, task: Task, base_url: str, api_key: str) -> Any:
-        environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        environment = {
+            **os.environ,
+            "OPENAI_BASE_URL": base_url,
+            "OPENAI_API_KEY": api_key,
+            # Anthropic's clients append /v1 themselves.
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": api_key,
+        }
         async with guarded(*self._argv, env=environment) as process:
             output, _ = await process.communicate(json.dumps(task_to_json(task)).encode())
         if process.returncode:

@@ -181,9 +181,9 @@ class Agent(WorkflowConfig):
     )
     command: str | None = chz.field(
         default=None,
-        doc="agent program instead of a function, run for every sample with OPENAI_BASE_URL and "
-        "OPENAI_API_KEY in its environment and the task as JSON on standard input; its last line "
-        "of output is the return value of a function",
+        doc="agent program instead of a function, run for every sample with OPENAI_BASE_URL, "
+        "OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment and the task "
+        "as JSON on standard input; its last line of output is the return value of a function",
     )
     timeout_s: float = chz.field(
         validator=POSITIVE,

@@ -22,7 +22,7 @@ from areal_jax.serve.app import App, listening
 from areal_jax.serve.bodies import APIError, read_json
 from areal_jax.serve.config import LimitsConfig
 from areal_jax.serve.engine_backend import EngineBackend
-from areal_jax.serve.responses import _written
+from areal_jax.serve.responses import written
 
 TEXT = "The quick brown fox, 12 + 30 = 42. "
 MEGABYTES = TEXT * 100_000
@@ -189,7 +189,7 @@ def test_bodies_of_many_values_are_refused_before_they_are_parsed():
     ],
 )
 def test_large_answers_are_written_as_json(value: dict[str, Any]):
-    assert json.loads(_written(value)) == value
+    assert json.loads(written(value)) == value
 
 
 @pytest.mark.slow

@@ -8,9 +8,11 @@ import json
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -76,10 +78,21 @@ def in_session(
 
 
 async def say(
-    client: openai.AsyncOpenAI, messages: Sequence[Any], *, stream: bool = False, **how: Any
+    client: openai.AsyncOpenAI | anthropic.AsyncAnthropic,
+    messages: Sequence[Any],
+    *,
+    stream: bool = False,
+    **how: Any,
 ) -> str:
     """What the policy says, as text."""
-    asked: Any = {"model": "gpt-4o", "messages": list(messages), **how}
+    if isinstance(client, anthropic.AsyncAnthropic):
+        asked: Any = {"model": "claude", "messages": list(messages), "max_tokens": 50, **how}
+        if not stream:
+            message = await client.messages.create(**asked)
+            return "".join(block.text for block in message.content if block.type == "text")
+        async with client.messages.stream(**asked) as events:
+            return "".join([text async for text in events.text_stream])
+    asked = {"model": "gpt-4o", "messages": list(messages), **how}
     if not stream:
         answer = await client.chat.completions.create(**asked)
         return answer.choices[0].message.content or ""
@@ -87,17 +100,44 @@ async def say(
     return "".join(part.choices[0].delta.content or "" for part in parts)
 
 
+async def respond(
+    client: openai.AsyncOpenAI, messages: Sequence[Any], *, stream: bool = False
+) -> str:
+    """What the policy says, as text, by the Responses API."""
+    asked: Any = {"model": "gpt-4o", "input": list(messages)}
+    if not stream:
+        return (await client.responses.create(**asked)).output_text
+    async with client.responses.stream(**asked) as events:
+        return "".join(
+            [each.delta async for each in events if each.type == "response.output_text.delta"]
+        )
+
+
 @pytest.mark.slow
-def test_sessions_train_on_sampled_tokens_in_100_odd_conversations():
+@pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
+def test_sessions_train_on_sampled_tokens_in_100_odd_conversations(protocol: str):
     rng = np.random.default_rng(0)
 
     async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
+        root = session.base_url.removesuffix("/v1")
+        messages_client = anthropic.AsyncAnthropic(
+            base_url=root, api_key=session.api_key, max_retries=0
+        )
+        async with messages_client:
+            say_it = {
+                "chat": partial(say, client),
+                "responses": partial(respond, client),
+                "messages": partial(say, messages_client),
+            }[protocol]
+            await converse_by(session, say_it)
+
+    async def converse_by(session: Session, say: Callable[..., Awaitable[str]]) -> None:
         for number in range(100):
             # Every conversation is another one, in one session: they share no more than an agent's
             # calls do.
             messages = [{"role": "user", "content": f"question {number}"}]
             for turn in range(int(rng.integers(1, 5))):
-                said = await say(client, messages, stream=bool(rng.random() < 0.3))
+                said = await say(messages, stream=bool(rng.random() < 0.3))
                 # Clients trim, or do not.
                 messages.append(
                     {"role": "assistant", "content": said.strip() if rng.random() < 0.5 else said}

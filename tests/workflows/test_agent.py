@@ -160,6 +160,8 @@ if __name__ == "__main__" and len(sys.argv) > 1:
 elif __name__ == "__main__":
     task = json.load(sys.stdin)
     answer = ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], [{"role": "user", "content": task["answer"]}])
+    root, key = os.environ["ANTHROPIC_BASE_URL"], os.environ["ANTHROPIC_API_KEY"]
+    assert (root + "/v1", key) == (os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
     print("thinking aloud")
     print(json.dumps(bool(answer)))
     sys.exit(3 if task["id"] == "bad" else 0)
