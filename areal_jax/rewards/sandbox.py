@@ -46,7 +46,7 @@ WATCH_S = 0.1
 """Interval of memory measurements of a sandbox."""
 
 HARNESS = Path(__file__).with_name("harness.py")
-SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/top_logprobs")
+SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/alternatives")
 """Files of the system that are visible inside, if they exist."""
 
 ENVIRONMENT = {

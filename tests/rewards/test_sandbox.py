@@ -105,6 +105,18 @@ def script(grader: CodeGrader | GradeAs, program: str) -> RewardResult:
     return grade(grader, program, Stdin([("", "fine\n")]))
 
 
+def test_links_of_programs_lead_into_the_sandbox(grader: GradeAs):
+    # A Debian system chooses programs such as awk by links in this folder.
+    links = "/etc/alternatives"
+    says = "fine" if Path(links).exists() else ""
+    result = grade(
+        grader,
+        f"import os\nprint('fine' if os.path.isdir({links!r}) else '')",
+        Stdin([("", f"{says}\n")]),
+    )
+    assert result.kind == "correct"
+
+
 HONEST = "def double(x):\n    return 2 * x\n"
 
 
