@@ -36,7 +36,7 @@ from areal_jax.engine.batch import (
 )
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode_programs import DecodePrograms
-from areal_jax.engine.decode_shapes import DecodeShapes, at_least
+from areal_jax.engine.decode_shapes import DecodeShapes, at_least, doublings
 from areal_jax.engine.decode_state import (
     CONTINUES,
     STOPPED,
@@ -47,6 +47,7 @@ from areal_jax.engine.decode_state import (
     lay_out_params,
     unpack_experts,
 )
+from areal_jax.engine.scoring import Scores
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.vision.image_processor import ImagePatches
 from areal_jax.models.vision.image_reader import ImageReader
@@ -59,6 +60,9 @@ from areal_jax.parallel.compilation import (
     compile_lowered,
     compile_programs,
 )
+
+SHORTEST_SCORE = 64
+"""Tokens of the shortest program that scores tokens."""
 
 SHORTEST_IMAGE = 64
 """Patches of the smallest program that computes the embeddings of an image."""
@@ -268,6 +272,17 @@ class DecodeEngine:
                             on_experts(chunk, host[row, : len(chunk.tokens)])
                 by_shard = [shard[each:] for shard in by_shard]
         return state._replace(pages=kept[0], recurrent=kept[1])
+
+    def score_tokens(self, num_tokens: int) -> int:
+        """Return the length of the program that scores this many tokens."""
+        return at_least(doublings(SHORTEST_SCORE, self.max_tokens), num_tokens)
+
+    def score(self, params: EngineParams, tokens: Int32[np.ndarray, "N"]) -> Scores:
+        """Compute the log-probs of tokens given those before; the scores are in the first row."""
+        shape = self.num_shards, self.score_tokens(len(tokens))
+        rows, counts = np.zeros(shape, np.int32), np.zeros(shape[:1], np.int32)
+        rows[0, : len(tokens)], counts[0] = tokens, len(tokens)
+        return self.programs.get("score", shape[1])(params, rows, counts)
 
     def copy(self, state: DecodeState, pairs: Sequence[Sequence[tuple[int, int]]]) -> DecodeState:
         """Copy pages; `state` is consumed.

@@ -21,6 +21,7 @@ from areal_jax.engine.decode_state import EngineParams
 from areal_jax.engine.decode_step import generate
 from areal_jax.engine.decode_view import insert_pages, resize
 from areal_jax.engine.prefill import copy_pages, copy_states, encode, extend, prefill
+from areal_jax.engine.scoring import Scores, score
 from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.sharding import on_shards
 
@@ -57,9 +58,11 @@ class DecodePrograms:
 
         Args:
             verb: `init`, `generate`, `prefill`, `extend`, `prefill_images`, `extend_images`,
-                `encode`, `copy`, `copy_states`, `insert`, `resize`, `same_weights` or `same_tower`.
+                `encode`, `copy`, `copy_states`, `insert`, `resize`, `score`, `same_weights` or
+                `same_tower`.
             shape: View length and mode of `generate`; rows and tokens of `prefill` and `extend`;
-                patches of `encode`; tokens and view length of `insert`; both lengths of `resize`.
+                patches of `encode`; tokens and view length of `insert`; both lengths of `resize`;
+                tokens of `score`.
 
         Raises:
             ValueError: There is no such program.
@@ -117,6 +120,16 @@ class DecodePrograms:
                 tokens = patches // vision.merged_patches
                 return _lower(
                     partial(encode, shapes), (shapes.params, *inputs), shapes.features(1, tokens)
+                )
+            case "score", length:
+                rows = shapes.num_shards
+                tokens = shapes.array((rows, length), jnp.int32, "batch")
+                counts = shapes.array((rows,), jnp.int32, "batch")
+                columns = shapes.array((rows, length), jnp.float32, "batch")
+                return _lower(
+                    partial(score, shapes),
+                    (shapes.params, tokens, counts),
+                    Scores(columns, columns, columns),
                 )
             case ("same_tower",):
                 tower = shapes.params["vision"]

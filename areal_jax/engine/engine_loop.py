@@ -9,6 +9,10 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
+import jax
+import numpy as np
+from jaxtyping import Int32
+
 from areal_jax.engine.admission import check_request
 from areal_jax.engine.background_compiler import BackgroundCompiler
 from areal_jax.engine.batch import SamplingMode
@@ -17,6 +21,7 @@ from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.engine_core import EngineCore
 from areal_jax.engine.engine_metrics import EngineMetrics, Event
 from areal_jax.engine.request_tracker import PendingRequest, RequestTracker
+from areal_jax.engine.scoring import Scores, scored_prompt
 from areal_jax.engine.sequence import SequenceGroup
 from areal_jax.errors import EngineStopped, InvalidRequest
 from areal_jax.protocols import WeightSource
@@ -67,6 +72,8 @@ class EngineLoop:
         self._arrived: Weights | None = None
         """Newer weights that kept a dispatch from being enqueued ahead."""
         self._closing = False
+        # One program for scores is compiled at a time.
+        self._scoring = asyncio.Lock()
         # Started by `start`. Ends after `close`, or with the first error, which then fails every
         # request. A daemon, so that an error elsewhere can end the process.
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -171,6 +178,49 @@ class EngineLoop:
 
         self._commands.put(act, reply)
         return reply.future
+
+    async def score(self, tokens: Int32[np.ndarray, "N"], num_top: int) -> Completion:
+        """Return the log-probs of tokens given those before, at temperature 1, between two
+        dispatches.
+
+        The first token's is 0. The program is compiled before in a thread, while others run.
+
+        Args:
+            tokens: tokens of a prompt.
+            num_top: number of most likely tokens at each place; at most `MAX_TOP_LOGPROBS`.
+
+        Raises:
+            InvalidRequest: there are too many tokens, or none.
+        """
+        engine, most = self._engine, self._config.max_tokens
+        if not 0 < len(tokens) <= most:
+            raise InvalidRequest(
+                f"expected 1 to engine.max_prompt_tokens + engine.max_new_tokens={most} tokens to "
+                f"score, found {len(tokens)}"
+            )
+        if tokens.min() < 0 or tokens.max() >= engine.policy.config.vocab_size:
+            raise InvalidRequest(
+                f"expected tokens from 0 to {engine.policy.config.vocab_size - 1}, found "
+                f"{tokens.min()} to {tokens.max()}"
+            )
+        async with self._scoring:
+            length = engine.score_tokens(len(tokens))
+            await asyncio.to_thread(engine.programs.get, "score", length)
+        reply = CommandReply[tuple[Scores, int]]()
+
+        def act() -> None:
+            self._update_weights()
+            weights = self._core.weights
+            if weights.params is None:
+                reply.set_exception(TimeoutError("the engine has no weights yet; try again"))
+            else:
+                reply.set_result((engine.score(weights.params, tokens), weights.version))
+
+        self._commands.put(act, reply)
+        scores, version = await reply.future
+        return scored_prompt(
+            tokens, await asyncio.to_thread(jax.device_get, scores), version, num_top
+        )
 
     def suspend(self, request_id: str) -> asyncio.Future[tuple[Completion, ...]]:
         """Remove a request from the engine, and resolve its future with what it has sampled.

@@ -84,6 +84,7 @@ async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[Eng
             api_key,
             limits.max_prompt_tokens,
             measure,
+            engine_loop.score,
         )
     finally:
         engine_loop.close()

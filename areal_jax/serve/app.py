@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -24,7 +25,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.data.tool_calls import TOOL_CALL_START, ParsedOutput, ToolCall, parse_hermes
 from areal_jax.errors import EngineStopped, InvalidRequest, first_error
-from areal_jax.records import Completion, OnProgress, Progress
+from areal_jax.records import Completion, OnProgress, Progress, empty_completion
 from areal_jax.serve import anthropic_messages, openai_responses
 from areal_jax.serve.bodies import (
     APIError,
@@ -111,6 +112,14 @@ class Backend(Protocol):
 
         Raises:
             InvalidRequest: No retry can satisfy the request.
+        """
+        ...
+
+    async def score(self, prompt: Prompt, num_top: int) -> Completion:
+        """Return the tokens of a prompt with their log-probs and the `num_top` most likely ones.
+
+        Raises:
+            InvalidRequest: It is too long.
         """
         ...
 
@@ -358,9 +367,8 @@ class App:
         chat, make_form, prompt = await self._in_thread(
             len(body), lambda: self._read_conversation(source, body, read)
         )
-        return await self._answer(
-            request, source, [prompt], chat.generation_params, chat, make_form
-        )
+        asked = Asked([prompt], chat.generation_params, make_form, chat)
+        return await self._answer(request, source, asked)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         source = self._source(request)
@@ -404,7 +412,7 @@ class App:
         source = self._source(request)
         body = await self._body(request)
 
-        def read() -> tuple[GenerationParams, list[Prompt]]:
+        def read() -> tuple[Texts, list[Prompt]]:
             asked = read_body(read_json(body, self._limits.max_body_values))
             _require_model(source, asked.generation_params.model)
             self._require_few(asked.generation_params.num_samples * len(asked.prompts))
@@ -413,42 +421,38 @@ class App:
                 encode(each) if isinstance(each, str) else np.array(each, np.int32)
                 for each in asked.prompts
             ]
-            return asked.generation_params, prompts
+            return asked, prompts
 
-        generation_params, prompts = await self._in_thread(len(body), read)
-        return await self._answer(request, source, prompts, generation_params, None, make_form)
+        asked, prompts = await self._in_thread(len(body), read)
+        echoed = asked.prompts if asked.echo else None
+        wanted = Asked(prompts, asked.generation_params, make_form, echoed=echoed)
+        return await self._answer(request, source, wanted)
 
     # Responses.
 
     async def _answer(
-        self,
-        request: web.Request,
-        source: Backend,
-        prompts: Sequence[Prompt],
-        generation_params: GenerationParams,
-        chat: Chat | None,
-        make_form: MakeForm,
+        self, request: web.Request, source: Backend, asked: Asked
     ) -> web.StreamResponse:
-        self._require_few(generation_params.num_samples * len(prompts))
+        self._require_few(asked.generation_params.num_samples * len(asked.prompts))
         self._num_requests += 1
-        form = make_form(
+        form = asked.make_form(
             str(self._num_requests),
-            generation_params,
-            prompts,
+            asked.generation_params,
+            asked.prompts,
             cache(source.tokenizer.decode_token),
             now(),
         )
-        answering = Choices(source, prompts, generation_params, chat, self._in_thread)
+        answering = Choices(source, asked, self._in_thread)
         deadline_s = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with source.busy():
-            if generation_params.stream:
+            if asked.generation_params.stream:
                 response = await self._stream(request, answering, form, deadline_s)
             else:
                 async with self._until(deadline_s):
                     parts = await answering.whole()
                     text = await self._in_thread(_size(parts), lambda: form.whole(parts))
                     response = web.Response(text=text, content_type="application/json")
-        num_prompt_tokens, num_sampled_tokens = count_tokens(prompts, answering.reported)
+        num_prompt_tokens, num_sampled_tokens = count_tokens(asked.prompts, answering.reported)
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
         self._metrics.completion_tokens.inc(num_sampled_tokens)
         return response
@@ -509,29 +513,34 @@ class App:
             ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was read."""
+
+    prompts: Sequence[Prompt]
+    generation_params: GenerationParams
+    make_form: MakeForm
+    chat: Chat | None = None
+    echoed: Sequence[str | tuple[int, ...]] | None = None
+    """Texts or tokens of the prompts, if the answers begin with them."""
+
+
 class Choices:
     """The choices of one request while they are generated."""
 
     def __init__(
         self,
         source: Backend,
-        prompts: Sequence[Prompt],
-        generation_params: GenerationParams,
-        chat: Chat | None,
+        asked: Asked,
         in_thread: Callable[[int, Callable[[], Any]], Awaitable[Any]],
     ) -> None:
         """
         Args:
             in_thread: Runs work of a size off the event loop.
         """
-        self._source, self._prompts, self._generation_params, self._chat, self._in_thread = (
-            source,
-            prompts,
-            generation_params,
-            chat,
-            in_thread,
-        )
-        tokenizer = source.tokenizer
+        self._source, self._asked, self._in_thread = source, asked, in_thread
+        self._prompts, self._generation_params = asked.prompts, asked.generation_params
+        tokenizer, generation_params, chat = source.tokenizer, asked.generation_params, asked.chat
         skipped = frozenset((*tokenizer.stop_token_ids, *generation_params.stop_tokens))
         hold = TOOL_CALL_START if chat is not None and chat.tools else ""
         self._detokenizers = [
@@ -541,7 +550,7 @@ class Choices:
                 skipped,
                 hold,
             )
-            for _ in range(generation_params.num_samples * len(prompts))
+            for _ in range(generation_params.num_samples * len(asked.prompts))
         ]
         # New text of each choice, put by `_progress_callback` and taken by `parts`; None ends it,
         # put when all samples are complete.
@@ -552,22 +561,26 @@ class Choices:
     async def whole(self) -> Sequence[Part]:
         """Return all choices, each in one part."""
         await self._end(await self._sampled(follows=bool(self._generation_params.stops)))
+        if self._asked.echoed is not None:
+            self.reported = await self._with_prompts(self._asked.echoed)
         return self.reported
 
     async def parts(self) -> AsyncGenerator[Part, None]:
         """Yield the choices in parts, as they are sampled."""
-        sampling_mode = asyncio.create_task(self._sampled(follows=True))
-        sampling_mode.add_done_callback(lambda _: self._news.put_nowait(None))
+        sampling = asyncio.create_task(self._sampled(follows=True))
+        sampling.add_done_callback(lambda _: self._news.put_nowait(None))
         try:
             while (part := await self._news.get()) is not None:
                 yield part
-            for part in await self._end(await sampling_mode):
+            for part in await self._end(await sampling):
                 yield part
         finally:
-            sampling_mode.cancel()
+            sampling.cancel()
 
     async def _sampled(self, *, follows: bool) -> list[Completion]:
         n = self._generation_params.num_samples
+        if self._generation_params.max_new_tokens == 0:
+            return [replace(empty_completion(), stop_reason="length")] * (n * len(self._prompts))
         async with asyncio.TaskGroup() as group:
             generating = [
                 group.create_task(
@@ -580,6 +593,25 @@ class Choices:
                 for place, prompt in enumerate(self._prompts)
             ]
         return [completion for each in generating for completion in each.result()]
+
+    async def _with_prompts(self, echoed: Sequence[str | tuple[int, ...]]) -> list[Part]:
+        """Return the complete answers with their prompts in front."""
+        params, tokenizer = self._generation_params, self._source.tokenizer
+        parts = list[Part]()
+        for place, (prompt, given) in enumerate(zip(self._prompts, echoed, strict=True)):
+            text, scored = given, None
+            if not isinstance(text, str):
+                tokens = prompt
+                text = await self._in_thread(len(tokens), partial(tokenizer.decode, tokens))
+            if params.include_logp:
+                num_top = params.sampling.get("num_top_logprobs", 0)
+                scored = await self._source.score(prompt, num_top)
+            n = params.num_samples
+            parts += [
+                replace(part, text=text + part.text, prompt=scored)
+                for part in self.reported[n * place : n * (place + 1)]
+            ]
+        return parts
 
     def _progress_callback(self, first: int) -> OnProgress:
         """Receive tokens of the choices from `first` on, and end those that contain a stop
@@ -607,7 +639,7 @@ class Choices:
         whole, rest = await self._in_thread(num_tokens, lambda: self._decoded(completions))
         n = self._generation_params.num_samples
         for place, prompt in enumerate(self._prompts):
-            self._source.reported(prompt, self._chat, whole[n * place : n * (place + 1)])
+            self._source.reported(prompt, self._asked.chat, whole[n * place : n * (place + 1)])
         self.reported = whole
         return rest
 
@@ -653,7 +685,7 @@ def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
 
 def _size(parts: Sequence[Part]) -> int:
     """Count the tokens with log-probs: those of the choices, and the top tokens of each."""
-    reported = (part.sampled for part in parts)
+    reported = (each for part in parts for each in (part.sampled, part.prompt) if each is not None)
     return sum(
         each.tokens.size + (0 if each.top_logprobs is None else each.top_logprobs.tokens.size)
         for each in reported

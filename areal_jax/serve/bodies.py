@@ -126,6 +126,8 @@ class Texts:
     generation_params: GenerationParams
     prompts: tuple[str | tuple[int, ...], ...]
     """Texts, or tokens."""
+    echo: bool = False
+    """Whether answers begin with their prompts."""
 
 
 def require_key(shown: str, right: str, owner: str) -> None:
@@ -190,8 +192,14 @@ def read_texts(given: Mapping[str, Any]) -> Texts:
     if body.best_of not in (None, body.n):
         message = f"expected best_of to be n={body.n}, found {body.best_of}"
         raise APIError(400, message, param="best_of")
+    if not body.echo and not body.max_tokens:
+        message = "expected max_tokens to be at least 1 without echo, found 0"
+        raise APIError(400, message, param="max_tokens")
+    if body.echo and body.stream:
+        message = "expected stream to be false with echo, found true"
+        raise APIError(400, message, param="stream")
     prompts = tuple(tuple(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt)
-    return Texts(body.generation_params(body.max_tokens, body.logprobs), prompts)
+    return Texts(body.generation_params(body.max_tokens, body.logprobs), prompts, body.echo)
 
 
 def read_tokens(given: Mapping[str, Any]) -> Texts:
@@ -452,10 +460,10 @@ class _TextsBody(_Body):
         _Several,
         expected("be a string, token ids, or a list of either, none of them empty"),
     ]
-    echo: Annotated[bool, only(False)] = False
+    echo: bool = False
     suffix: Annotated[str, only("")] = ""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
     best_of: int | None = None
 
 

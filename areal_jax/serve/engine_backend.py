@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -32,6 +32,8 @@ class EngineBackend:
     """Of the engine: longer prompts are refused before they are tokenized."""
     measure: Callable[[], Mapping[str, float]] = dict
     """What the engine has counted so far."""
+    score_tokens: Callable[[Int32[np.ndarray, "N"], int], Awaitable[Completion]] | None = None
+    """`EngineLoop.score`."""
     _numbers: count[int] = field(default_factory=count)
 
     def enter(self, session: str, key: str) -> EngineBackend:
@@ -81,6 +83,11 @@ class EngineBackend:
             images=generation_params.images,
         )
         return await self.engine.submit(request)
+
+    async def score(self, prompt: Int32[np.ndarray, "P"], num_top: int) -> Completion:
+        if self.score_tokens is None:
+            raise APIError(400, "echo with logprobs is not supported by this server", param="echo")
+        return await self.score_tokens(prompt, num_top)
 
     def reported(
         self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]

@@ -40,6 +40,8 @@ class Part:
     calls: tuple[ToolCall, ...] = ()
     stop_string: str | None = None
     """The stop string that ended it."""
+    prompt: Completion | None = None
+    """The prompt with its log-probs, where the answer begins with both."""
 
 
 class Form(Protocol):
@@ -229,21 +231,25 @@ class CompletionForm:
         return {"content": token_logprobs(self.token_text, sampled), "refusal": None}
 
     def _text_logp(self, part: Part) -> dict[str, Any]:
+        prompt = [] if part.prompt is None else with_top_logprobs(part.prompt)
         reported = [
             (self.token_text(token), logp, others)
-            for token, logp, others in with_top_logprobs(part.sampled)
+            for token, logp, others in (*prompt, *with_top_logprobs(part.sampled))
         ]
         ends = np.cumsum(
             [self._reported[part.index], *(len(text) for text, _, _ in reported)]
         ).tolist()
         self._reported[part.index] = ends[-1]
+        logps: list[float | None] = [logp for _, logp, _ in reported]
+        tops: list[dict[str, float] | None] = [
+            {self.token_text(token): logp for token, logp in others} for _, _, others in reported
+        ]
+        if prompt:
+            logps[0], tops[0] = None, None  # nothing predicts the first token
         return {
             "tokens": [text for text, _, _ in reported],
-            "token_logprobs": [logp for _, logp, _ in reported],
-            "top_logprobs": [
-                {self.token_text(token): logp for token, logp in others}
-                for _, _, others in reported
-            ],
+            "token_logprobs": logps,
+            "top_logprobs": tops,
             "text_offset": ends[:-1],
         }
 

@@ -128,6 +128,9 @@ class Session:
             prompt, generation_params.num_samples, max_new_tokens=budget, on_progress=on_progress
         )
 
+    async def score(self, prompt: Int32[np.ndarray, "P"], num_top: int) -> Completion:
+        raise APIError(400, "echo with logprobs is not supported in training", param="echo")
+
     def reported(
         self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]
     ) -> None:

@@ -197,3 +197,14 @@ def test_a_prefill_starts_again_if_the_slot_of_its_state_is_freed() -> None:
     manager.free(group.sequences[0])
     (chunk,), _ = manager.next_chunks(others_run=False)
     assert (chunk.slot, chunk.start) == (3, 0)
+
+
+def test_scores_are_the_log_probs_of_sampled_tokens():
+    async def act(engine_loop: EngineLoop) -> tuple[Completion, Completion]:
+        engine_loop.start()
+        [completion] = await engine_loop.submit(request("a", PROMPT[:20]))
+        tokens = np.array([*PROMPT[:20], *completion.tokens], np.int32)
+        return completion, await engine_loop.score(tokens, 1)
+
+    completion, scored = with_engine_loop(engine(), Updates(1 << 20), act)
+    np.testing.assert_allclose(scored.logp[20:], completion.logp, atol=1e-4)

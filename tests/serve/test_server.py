@@ -111,6 +111,36 @@ def test_server_tokens_match_the_engine_loop(server: Server, client: openai.Open
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), sampled)
 
 
+def test_echo_returns_the_log_probs_of_the_prompt(client: openai.OpenAI):
+    given: Any = {"model": MODEL, "prompt": "7 + 5 = ", "seed": 3, "extra_body": TOKENS}
+    sampled = client.completions.create(**given, n=2, max_tokens=12).model_dump()
+    prompts = [sampled["prompt_token_ids"] + each["token_ids"] for each in sampled["choices"]]
+    # As evaluators ask for the likelihood of a continuation.
+    asked: Any = {"model": MODEL, "temperature": 0.0, "logprobs": 1, "echo": True}
+    with_one = client.completions.create(**asked, prompt=prompts, max_tokens=1)
+    alone = client.completions.create(**asked, prompt=prompts, max_tokens=0)
+    start = len(sampled["prompt_token_ids"])
+    for choice, longer, tokens, drawn in zip(
+        alone.choices, with_one.choices, prompts, sampled["choices"], strict=True
+    ):
+        assert choice.logprobs and longer.logprobs and longer.logprobs.top_logprobs
+        logp = choice.logprobs.token_logprobs or []
+        assert len(logp) == len(tokens) and logp[0] is None
+        np.testing.assert_allclose(logp[start:], drawn["token_logprobs"], atol=1e-4)
+        # One more token, the most likely one.
+        more = longer.logprobs.token_logprobs or []
+        assert more[:-1] == logp and len(more) == len(tokens) + 1
+        assert longer.logprobs.tokens and longer.text.startswith(choice.text)
+        top: Any = longer.logprobs.top_logprobs
+        assert top[0] is None
+        assert all(each <= max(of.values()) for each, of in zip(logp[1:], top[1:-1], strict=True))
+        assert more[-1] == pytest.approx(max(top[-1].values()), abs=1e-5)
+        # Tokens that end a turn have no text.
+        assert choice.text == "".join(choice.logprobs.tokens or []).replace("<|im_end|>", "")
+    echoed = client.completions.create(model=MODEL, prompt="7 + 5 = ", echo=True, max_tokens=3)
+    assert echoed.choices[0].text.startswith("7 + 5 = ") and echoed.choices[0].logprobs is None
+
+
 def test_streamed_and_complete_answers_are_equal(client: openai.OpenAI):
     whole = chat(client, n=3, seed=5, logprobs=True, extra_body=TOKENS)
     said, sampled, finish, logp = ([""] * 3, [[], [], []], [None] * 3, [[], [], []])
