@@ -64,6 +64,7 @@ CANDIDATES = {
         *(*OBJECTIVES["decoupled"], "trainer.loss.behave_clip=2"),
         "rollout.min_sequence_ess=0.9",
     ),
+    "slow_start": (*OBJECTIVES["decoupled"], "rollout.min_sequence_ess=0.95"),
 }
 """Algorithms that are to keep synchronous pass@1 at every staleness and learning rate."""
 PANELS = {

@@ -36,8 +36,8 @@ class RolloutConfig:
         validator=FRACTION,
         default=None,
         doc="adaptive staleness: effective share of sequences (trainer/sequence_ess) below which "
-        "the bound on staleness is lowered; above the middle between it and 1 the bound rises "
-        "again, up to max_staleness; none: a fixed bound",
+        "the bound on staleness is lowered; above the middle between it and 1 the bound, which "
+        "starts at 0, rises by one version a step, up to max_staleness; none: a fixed bound",
     )
     max_running_groups: int = chz.field(
         validator=POSITIVE, default=64, doc="maximum number of concurrent groups"

@@ -93,8 +93,9 @@ def open_gate(
         accepted,
         config.staleness_of_kind(),
     )
-    if restored is not None and config.min_sequence_ess is not None:
-        gate.limit = restored.staleness_limit
+    if config.min_sequence_ess is not None:
+        # From synchronous on: a policy changes most in its first steps.
+        gate.limit = 0 if restored is None else restored.staleness_limit
     return gate, Buffer(config.batch_timeout_s, gate.__repr__, buffered)
 
 

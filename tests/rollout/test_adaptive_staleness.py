@@ -51,6 +51,7 @@ def test_limit_settles_where_the_share_is_the_minimum(max_staleness: int) -> Non
 
 def test_one_step_finds_the_limit() -> None:
     gate = open_gate(CONFIG, 0)[0]
+    gate.limit = None
     # exp(-c 16²) = 0.5 gives 0.9 at 16 sqrt(ln 0.9 / ln 0.5) = 6.24.
     assert step(gate, CONFIG, 0.5, 16.0) == 6
 
@@ -73,10 +74,11 @@ def test_limit_rises_to_the_bound_and_ends() -> None:
 
 
 def test_fixed_bound_and_steps_without_tokens_change_nothing() -> None:
+    fixed = chz.replace(CONFIG, min_sequence_ess=None)
+    assert step(open_gate(fixed, 0)[0], fixed, 0.1, 16.0) is None
     gate = open_gate(CONFIG, 0)[0]
-    assert step(gate, chz.replace(CONFIG, min_sequence_ess=None), 0.1, 16.0) is None
     adapt_limit(gate, CONFIG, {"staleness": (0.0, 0.0), "sequence_ess": 0.1})
-    assert gate.limit is None
+    assert gate.limit == 0
 
 
 def test_limit_closes_the_gate_until_the_trainer_catches_up() -> None:
@@ -90,6 +92,12 @@ def test_limit_closes_the_gate_until_the_trainer_catches_up() -> None:
     assert "limited to 2" in repr(gate)
     gate.limit = None
     assert gate.capacity("math") == 56
+
+
+def test_run_starts_synchronous_and_widens_step_by_step() -> None:
+    gate = open_gate(CONFIG, 0)[0]
+    assert gate.limit == 0
+    assert [step(gate, CONFIG, 0.99, 0.0) for _ in range(3)] == [1, 2, 3]
 
 
 def test_limit_is_restored() -> None:
