@@ -20,6 +20,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from areal_jax.data.tool_dialects import choose_dialect
 from areal_jax.errors import InvalidRequest
 from areal_jax.image_files import ImageFile
 from areal_jax.json_files import read_json
@@ -117,6 +118,14 @@ class HFTokenizer:
         """The chat template; None for plain text."""
         self._template = _compile(template) if template else None
         self._tool_template = _compile(tool_template) if tool_template else self._template
+        self.tool_dialect = choose_dialect(tool_template or template)
+        """Format of tool calls."""
+        added = tokenizer.get_added_tokens_decoder().items()
+        self._call_tokens = {
+            token_id: token.content
+            for token_id, token in added
+            if token.content in self.tool_dialect.special
+        }
         self._special = {
             name: text
             for name in SPECIAL_TOKENS
@@ -337,6 +346,8 @@ class HFTokenizer:
             {"role": turn.role, "content": _content(turn)} if isinstance(turn, Message) else turn
             for turn in messages
         ]
+        if self.tool_dialect.text_arguments:
+            turns = [_with_text_arguments(turn) for turn in turns]
         try:
             return template.render(
                 messages=turns,
@@ -433,9 +444,30 @@ class HFTokenizer:
         """Decode tokens; special tokens are left out."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
+    def decode_calls(self, tokens: Int32[np.ndarray, "T"]) -> str:
+        """Decode tokens; of the special ones, those that tool calls have are kept."""
+        if not self._call_tokens:
+            return self.decode(tokens)
+        kept = np.isin(tokens, list(self._call_tokens))
+        pieces, start = list[str](), 0
+        for place in np.flatnonzero(kept).tolist():
+            pieces += [self.decode(tokens[start:place]), self._call_tokens[int(tokens[place])]]
+            start = place + 1
+        return "".join((*pieces, self.decode(tokens[start:])))
+
     def decode_token(self, token: int) -> str:
         """Decode one token, special or not; an incomplete character is \ufffd."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _with_text_arguments(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a turn whose calls have their arguments as JSON in a string."""
+    calls = [
+        call
+        | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+        for call in turn.get("tool_calls", ())
+    ]
+    return {**turn, "tool_calls": calls} if calls else turn
 
 
 def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int | None:

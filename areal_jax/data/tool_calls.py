@@ -85,18 +85,25 @@ def parse_tags(
     )
 
 
+def find_outside_reasoning(output: str, pattern: str) -> Iterator[re.Match[str]]:
+    """Yield the matches of a pattern outside of reasoning; a dot matches every character."""
+    reasoning = rf"{_THINK_START}.*?(?:{_THINK_END}|\Z)"
+    either = re.compile(f"{reasoning}|(?P<found>{pattern})", re.DOTALL)
+    for match in either.finditer(output, _opened(output)):
+        if match["found"] is not None:
+            yield match
+
+
 def _tagged(output: str, tags: Sequence[str]) -> Iterator[_Tagged]:
     """Elements with one of these tags, outside of reasoning; in time linear in the output."""
     if not tags:
         return
     names = "|".join(map(re.escape, tags))
     element = rf"<(?P<tag>{names})>(?:(?P<closed>.*?)</(?P=tag)>\s*|(?P<unclosed>.*))"
-    reasoning = rf"{_THINK_START}.*?(?:{_THINK_END}|\Z)"
-    for match in re.compile(f"{reasoning}|{element}", re.DOTALL).finditer(output, _opened(output)):
-        if match["tag"] is not None:
-            is_closed = match["closed"] is not None
-            body = match["closed"] if is_closed else match["unclosed"]
-            yield _Tagged(match["tag"], body, is_closed, match.start(), match.end())
+    for match in find_outside_reasoning(output, element):
+        is_closed = match["closed"] is not None
+        body = match["closed"] if is_closed else match["unclosed"]
+        yield _Tagged(match["tag"], body, is_closed, match.start(), match.end())
 
 
 def _opened(output: str) -> int:
@@ -111,15 +118,39 @@ def _unclosed(tag: str) -> InvalidToolCall:
 
 def _hermes_call(found: _Tagged) -> ToolCall | InvalidToolCall:
     try:
-        call = json.loads(found.body)
-        # Lone surrogates, NaN and infinity are no JSON: neither clients nor tools can be sent them.
-        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError) as error:
+        call = parse_json(found.body)
+    except ValueError as error:
         if not found.is_closed:
             return _unclosed(found.tag)
         return InvalidToolCall(f"expected JSON inside <tool_call>: {str(error)[:100]}")
-    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-        expected = 'a JSON object with a string "name" and an object "arguments"'
-        return InvalidToolCall(f"expected {expected} inside <tool_call>")
-    return ToolCall(call["name"], arguments)
+    return call_of(call, "arguments", "inside <tool_call>")
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON that can be written again.
+
+    Raises:
+        ValueError: it is not JSON. Lone surrogates, NaN and infinity are none: neither clients nor
+            tools can be sent them.
+    """
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError as error:
+        raise ValueError(f"nested too deeply: {error}") from error
+    return value
+
+
+def call_of(value: Any, key: str, place: str) -> ToolCall | InvalidToolCall:
+    """Return the call that a JSON value describes.
+
+    Args:
+        value: object with `name` and arguments.
+        key: name of the arguments.
+        place: where it stands, for the error.
+    """
+    arguments = value.get(key, {}) if isinstance(value, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
+        expected = f'a JSON object with a string "name" and an object "{key}"'
+        return InvalidToolCall(f"expected {expected} {place}")
+    return ToolCall(value["name"], arguments)

@@ -23,7 +23,8 @@ from jaxtyping import Int32
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.data.tool_calls import TOOL_CALL_START, ParsedOutput, ToolCall, parse_hermes
+from areal_jax.data.tool_calls import ParsedOutput, ToolCall
+from areal_jax.data.tool_dialects import resembles_call
 from areal_jax.errors import EngineStopped, InvalidRequest, first_error
 from areal_jax.records import Completion, OnProgress, Progress, empty_completion
 from areal_jax.serve import anthropic_messages, openai_responses
@@ -154,6 +155,8 @@ class App:
             measure: Returns the engine's totals since it started.
         """
         self._auth, self._limits, self._num_requests, self._num_running = auth, limits, 0, 0
+        # Of answers to requests with tools.
+        self._num_calls, self._num_unparsed = 0, 0
         self._metrics = ServerMetrics(lambda: self._num_running, measure)
         # Threads of slow work, separate ones for large requests; `close` ends them.
         self._small, self._large = (
@@ -455,7 +458,30 @@ class App:
         num_prompt_tokens, num_sampled_tokens = count_tokens(asked.prompts, answering.reported)
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
         self._metrics.completion_tokens.inc(num_sampled_tokens)
+        if asked.chat is not None and asked.chat.tools:
+            self._check_dialect(source, answering.reported)
         return response
+
+    def _check_dialect(self, source: Backend, parts: Sequence[Part]) -> None:
+        """Report answers that look like tool calls where none was ever parsed."""
+        self._num_calls += sum(len(part.calls) for part in parts)
+        for part in parts:
+            if part.calls or not (dialect := resembles_call(part.text)):
+                continue
+            self._metrics.unparsed_calls.labels(dialect=dialect).inc()
+            self._num_unparsed += 1
+            # After 8, 16, 32, ... answers.
+            number = self._num_unparsed
+            if not self._num_calls and number >= 8 and number.bit_count() == 1:
+                logger.warning(
+                    "0 tool calls parsed in %d answers that look like calls, the last one of "
+                    "dialect %s: the chat template of %s asks for dialect %s; use a template that "
+                    "announces tools in the policy's own format",
+                    number,
+                    dialect,
+                    source.model,
+                    source.tokenizer.tool_dialect.name,
+                )
 
     def _require_few(self, total: int) -> None:
         if total > self._limits.max_samples:
@@ -542,10 +568,13 @@ class Choices:
         self._prompts, self._generation_params = asked.prompts, asked.generation_params
         tokenizer, generation_params, chat = source.tokenizer, asked.generation_params, asked.chat
         skipped = frozenset((*tokenizer.stop_token_ids, *generation_params.stop_tokens))
-        hold = TOOL_CALL_START if chat is not None and chat.tools else ""
+        self._tools = () if chat is None else chat.tools
+        dialect = tokenizer.tool_dialect
+        hold = dialect.starts if self._tools else ()
+        decode = tokenizer.decode_calls if self._tools else tokenizer.decode
         self._detokenizers = [
             StreamDetokenizer(
-                lambda tokens: tokenizer.decode(np.array(tokens, np.int32)),
+                lambda tokens: decode(np.array(tokens, np.int32)),
                 generation_params.stops,
                 skipped,
                 hold,
@@ -654,8 +683,10 @@ class Choices:
             # Calls are held back. The parser keeps the content before the first one, which is sent.
             parsed = ParsedOutput(detokenizer.text, ())
             if detokenizer.held:
-                parsed = parse_hermes(detokenizer.text + detokenizer.held)
-            content, unsent = parsed.content, parsed.content[len(detokenizer.text) :]
+                dialect = self._source.tokenizer.tool_dialect
+                parsed = dialect.parse(detokenizer.text + detokenizer.held, self._tools)
+            unsent = parsed.content.removeprefix(detokenizer.text)
+            content = detokenizer.text + unsent
             calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
             kept = completion.slice(0, detokenizer.num_tokens)
             finish = "stop" if detokenizer.is_stopped else completion.stop_reason

@@ -51,17 +51,18 @@ class StreamDetokenizer:
         decode: Decode,
         stops: Sequence[str] = (),
         skipped: Collection[int] = (),
-        hold: str = "",
+        hold: Sequence[str] = (),
     ) -> None:
         """
         Args:
             decode: text of some tokens.
             stops: stop strings; the answer ends before the first one.
             skipped: tokens without text, such as those that end an answer.
-            hold: text that is not emitted, nor what follows it, such as the start of a tool call.
+            hold: texts that are not emitted, nor what follows the first one, such as the start of a
+                tool call.
         """
         self._detokenizer, self._stops = Detokenizer(decode), tuple(stops)
-        self._skipped, self._hold = skipped, hold
+        self._skipped, self._hold = skipped, tuple(hold)
         self._pending = ""
         self._is_held = False
         self.num_tokens = 0
@@ -116,14 +117,15 @@ class StreamDetokenizer:
         """Remove and return the pending text that later tokens cannot change."""
         if self._is_held:
             return ""
-        end = self._pending.find(self._hold) if self._hold else -1
-        if end >= 0:
-            self._is_held = True
+        found = [place for mark in self._hold if (place := self._pending.find(mark)) >= 0]
+        if found:
+            end, self._is_held = min(found), True
         elif is_last or self.is_stopped:
             end = len(self._pending)
         else:
-            marks = (*self._stops, self._hold)
-            end = len(self._pending) - max(_overlap(self._pending, mark) for mark in marks)
+            marks = (*self._stops, *self._hold)
+            overlaps = (_overlap(self._pending, mark) for mark in marks)
+            end = len(self._pending) - max(overlaps, default=0)
         emitted, self._pending = self._pending[:end], self._pending[end:]
         self.text += emitted
         return emitted

@@ -45,6 +45,13 @@ class ServerMetrics:
             namespace=_PREFIX,
             registry=self.registry,
         )
+        self.unparsed_calls = Counter(
+            "unparsed_tool_calls",
+            "Answers without a tool call that look like one of this dialect",
+            ("dialect",),
+            namespace=_PREFIX,
+            registry=self.registry,
+        )
         self.request_seconds = Histogram(
             "request_seconds",
             "Request latency",

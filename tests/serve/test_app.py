@@ -100,6 +100,56 @@ def test_tools_reach_the_policy_and_calls_reach_the_client(tokenizer: HFTokenize
     assert prompts[2].endswith("tool\n7\nassistant\n")
 
 
+XML = "I look.\n<tool_call>\n<function=find>\n<parameter=what>\né\n</parameter>\n</function>\n"
+
+
+def test_calls_are_parsed_in_the_dialect_of_the_template(tmp_path: Path):
+    for name in ("tokenizer.json", "config.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{# <function=NAME> #}" + TEMPLATE)
+    coder = HFTokenizer.from_folder(tmp_path)
+    assert coder.tool_dialect.name == "qwen3_coder"
+
+    async def main() -> None:
+        async with served(Scripted([f"{XML}</tool_call>"] * 2), tokenizer=coder) as (_, client):
+            create = client.chat.completions.create
+            [choice] = (await create(model="m", messages=ASKED, tools=TOOLS)).choices
+            [call] = choice.message.tool_calls or []
+            assert call.type == "function" and choice.message.content == "I look.\n"
+            assert json.loads(call.function.arguments) == {"what": "é"}
+            text, arguments = "", list[str | None]()
+            async for chunk in await create(model="m", messages=ASKED, tools=TOOLS, stream=True):
+                [part] = chunk.choices
+                text += part.delta.content or ""
+                arguments += [
+                    each.function.arguments for each in part.delta.tool_calls or () if each.function
+                ]
+            assert (text, arguments) == ("I look.\n", [call.function.arguments])
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_calls_of_another_dialect_are_counted_and_reported(
+    tokenizer: HFTokenizer, caplog: pytest.LogCaptureFixture
+):
+    async def main() -> str:
+        async with served(Scripted([XML] * 20), tokenizer=tokenizer) as (_, client):
+            for _ in range(20):
+                await client.chat.completions.create(model="m", messages=ASKED, tools=TOOLS)
+            root = str(client.base_url).removesuffix("/v1/")
+            async with (
+                aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session,
+                session.get(f"{root}/metrics") as response,
+            ):
+                return await response.text()
+
+    found = asyncio.run(asyncio.wait_for(main(), 60))
+    assert 'areal_jax_unparsed_tool_calls_total{dialect="qwen3_coder"} 20.0' in found
+    warned = [each for each in caplog.messages if "0 tool calls parsed in" in each]
+    assert len(warned) == 2  # after 8 and 16 answers
+    assert "asks for dialect hermes" in warned[0]
+
+
 CALL = '<tool_call>{"name": "find", "arguments": {"what": "x"}}</tool_call>'
 
 

@@ -94,7 +94,7 @@ def test_skipped_tokens_are_counted_without_text():
 
 @pytest.mark.parametrize("size", [1, 2, 50])
 def test_text_after_the_hold_mark_is_not_emitted(size: int):
-    detokenizer, text = StreamDetokenizer(decode, hold="<call>"), b"so <cal <call>f(1)</call>"
+    detokenizer, text = StreamDetokenizer(decode, hold=["<call>"]), b"so <cal <call>f(1)</call>"
     said = "".join(detokenizer.push(chunk) for chunk in chunks(text, [size])) + detokenizer.finish(
         text
     )
