@@ -64,7 +64,8 @@ CANDIDATES = {
         *(*OBJECTIVES["decoupled"], "trainer.loss.behave_clip=2"),
         "rollout.min_sequence_ess=0.9",
     ),
-    "slow_start": (*OBJECTIVES["decoupled"], "rollout.min_sequence_ess=0.95"),
+    "adaptive_95": (*OBJECTIVES["decoupled"], "rollout.min_sequence_ess=0.95"),
+    "adaptive_98": (*OBJECTIVES["decoupled"], "rollout.min_sequence_ess=0.98"),
 }
 """Algorithms that are to keep synchronous pass@1 at every staleness and learning rate."""
 PANELS = {

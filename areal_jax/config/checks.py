@@ -259,7 +259,8 @@ def _named_components(experiment: Experiment) -> Iterator[str]:
     """GDPO reads components of rewards that something names, as they are."""
     if not isinstance(experiment.trainer.advantages, GDPO):
         return
-    names_them = experiment.rewards.function is not None
+    rewards = experiment.rewards
+    names_them = rewards.function is not None or rewards.judge is not None
     if not names_them and not isinstance(experiment.workflow, Agent | CustomWorkflow):
         yield (
             "trainer.advantages=GDPO needs rewards with named components; set rewards.function to "
@@ -358,6 +359,8 @@ def _raw_rewards(experiment: AnyExperiment) -> Iterator[str]:
         return
     if rewards.function is None and not isinstance(chosen, Agent | Environment):
         yield "rewards.scale=raw needs a reward function; set rewards.function, or leave it out"
+    if rewards.judge is not None:
+        yield "rewards.scale=raw with rewards.judge, whose scores are from 0 to 1; leave out one"
     if rewards.form is not None and rewards.no_answer is None:
         yield (
             f"rewards.scale=raw with rewards.form={rewards.form} needs the reward of a text in "

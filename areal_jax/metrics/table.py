@@ -169,6 +169,10 @@ _REWARDS = (
     Entry("graded_s", "time of grading processes since the process started", "s"),
     Entry("set_aside", "slow answers graded apart from the others", "answers", "near 0"),
     Entry("worker_starts", "started grading processes", "processes"),
+    Entry("judge_votes", "votes of rewards.judge", "votes"),
+    Entry("judge_unscored", "votes without a score, asked for again", "votes", "near 0"),
+    Entry("judge_tokens", "tokens that votes took, prompts too", "tokens"),
+    Entry("judge_disagreement", "mean standard deviation of the votes on one answer", "share"),
     Entry("workers", "connected reward workers", "workers", "the configured number"),
     Entry("workers_lost", "reward workers that died since the start of the run", "workers", "0"),
 )

@@ -37,11 +37,8 @@ async def probe(
     """
     rows = list(islice(tasks, NUM_SEARCHED))
     first = list({task.kind: task for task in reversed(rows)}.values())
-    graded = (
-        first
-        if config.function is not None
-        else [task for task in rows if task.kind == "math"][:NUM_ROWS]
-    )
+    is_verified = config.function is None and config.judge is None
+    graded = first if not is_verified else [task for task in rows if task.kind == "math"][:NUM_ROWS]
     asked = [(task, "empty", "") for task in first]
     asked += [
         (task, "reference", text) for task in graded for text in _reference_texts(task, config)
@@ -53,7 +50,7 @@ async def probe(
     found = [(task, which, result) for (task, which, _), result in zip(asked, grades, strict=True)]
     return (
         _warnings_of_function(found, config)
-        if config.function
+        if not is_verified
         else _warnings_of_verifier(found, config, must_grade)
     )
 
@@ -69,11 +66,11 @@ def _reference_texts(task: Task, config: RewardConfig) -> list[str]:
 
 
 def _failure(task: Task, which: str, text: str, result: RewardResult, config: RewardConfig) -> str:
-    who = (
-        f"rewards.function={config.function}"
-        if config.function
-        else f"the verifier of kind {task.kind}"
-    )
+    who = f"the verifier of kind {task.kind}"
+    if config.function:
+        who = f"rewards.function={config.function}"
+    if config.judge is not None:
+        who = "rewards.judge" if config.judge.weight == 1 else f"rewards.judge, or {who},"
     answer = "an empty answer" if which == "empty" else f"the reference answer {text[:100]!r}"
     hint = "; raise rewards.timeout_s if it needs longer" if result.kind == "timeout" else ""
     reported = f"{who} failed on {answer} to task {task.id}: {result.detail}{hint}"
@@ -88,8 +85,9 @@ def _warnings_of_function(
     if not references or any(result.score != empty[task.kind].score for task, result in references):
         return []
     task, result = references[0]
+    name = "rewards.judge" if config.judge else f"rewards.function={config.function}"
     return [
-        f"rewards.function={config.function} returns {result.score} for an empty answer to task "
+        f"{name} returns {result.score} for an empty answer to task "
         f"{task.id} and the same for its reference answer {task.answer[:100]!r}, plain and in "
         "\\boxed{}; if it compares answers, check what form it expects"
     ]

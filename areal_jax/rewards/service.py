@@ -21,6 +21,7 @@ from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.rewards.failures import FailureLog
 from areal_jax.rewards.forks import GRACE_S, CannotStart, ForkedProcess, ForkServer
 from areal_jax.rewards.in_process import InProcessGrader
+from areal_jax.rewards.judge import Judge
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +75,17 @@ class RewardService:
         Raises:
             ConfigError: A kind has no verifier.
         """
-        if config.function is None and (unknown := set(kinds) - set(KINDS)):
+        judges_alone = config.judge is not None and config.judge.weight == 1
+        if config.function is None and not judges_alone and (unknown := set(kinds) - set(KINDS)):
             raise ConfigError(
                 f"no grader for tasks of kind {', '.join(sorted(unknown))}; set "
                 "rewards.function to a function of yours"
             )
         self.config, self.tools, self._kinds = config, tools, kinds
+        self.judge = None if config.judge is None else Judge(config.judge)
+        config = chz.replace(config, judge=None)
+        if judges_alone:
+            kinds = set(kinds) & set(KINDS)
         self.grades = Counter[ResultKind]()
         self.num_failed = 0
         """Number of failed calls."""
@@ -144,6 +150,18 @@ class RewardService:
         Raises:
             ValueError: The task's kind has no verifier.
         """
+        if self.judge is None:
+            return await self._verify(task, answer)
+        verified = RewardResult("wrong")
+        if self.judge.config.weight < 1:
+            verified = await self._verify(task, answer)
+        # What has no answer to be judged costs no vote.
+        if verified.failed or verified.kind == "no_answer" or not answer.strip():
+            return verified
+        return await self.judge(task, answer, verified)
+
+    async def _verify(self, task: Task, answer: str) -> RewardResult:
+        """Grade one answer by the verifier of its kind or the user's function."""
         if task.kind not in self._kinds and self.config.function is None:
             raise ValueError(
                 f"task {task.id}: no grader for tasks of kind {task.kind!r}, this service grades "
@@ -313,10 +331,13 @@ class RewardService:
             "graded_s": self.graded_s,
             "set_aside": float(self.num_set_aside),
             "worker_starts": float(self._server.num_forks),
+            **({} if self.judge is None else self.judge.counters()),
         }
 
     async def close(self) -> None:
         """Kill all processes; calls in progress raise."""
+        if self.judge is not None:
+            await self.judge.close()
         if self._in_process is not None:
             await asyncio.to_thread(self._in_process.close)
         idle, self._idle = self._idle, []
