@@ -66,6 +66,11 @@ CANDIDATES = {
     ),
     "adaptive_95": (*OBJECTIVES["decoupled"], "rollout.min_sequence_ess=0.95"),
     "adaptive_98": (*OBJECTIVES["decoupled"], "rollout.min_sequence_ess=0.98"),
+    "areal_adaptive": (
+        *OBJECTIVES["decoupled"],
+        "rollout.min_sequence_ess=0.98",
+        "trainer.optimizer.ess_exponent=4",
+    ),
 }
 """Algorithms that are to keep synchronous pass@1 at every staleness and learning rate."""
 PANELS = {

@@ -276,10 +276,12 @@ def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
         positive_nll_coef=preset.positive_nll_coef,
         critic=experiment.trainer.critic if isinstance(preset.advantages, GAE) else Critic(),
         reference=preset.reference,
+        optimizer=chz.replace(experiment.trainer.optimizer, ess_exponent=preset.ess_exponent),
     )
     rollout = chz.replace(
         experiment.rollout,
         success_rate_above=preset.success_rate_above,
         success_rate_below=preset.success_rate_below,
+        min_sequence_ess=preset.min_sequence_ess,
     )
     return chz.replace(experiment, trainer=trainer, rollout=rollout)

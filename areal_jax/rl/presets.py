@@ -56,6 +56,10 @@ class Preset:
     """A reference costs the memory of one more copy of the weights, and one more forward pass."""
     success_rate_above: float | None = None
     success_rate_below: float | None = None
+    min_sequence_ess: float | None = None
+    """Effective share of sequences that an adaptive bound on staleness keeps."""
+    ess_exponent: float = 0.0
+    """Exponent of that share in the scale of each update."""
 
 
 _GEOMETRIC = Rejection(geometric_min=0.999, geometric_max=1.001)
@@ -169,6 +173,13 @@ PRESETS: dict[str, Preset] = {
         "decoupled PPO (AReaL, arXiv:2505.24298, equation 5) with a second clip on theta/behave",
         loss=DecoupledPPO(behave_clip=2.0),
         advantages=BatchNormalized(),
+    ),
+    "areal_adaptive": Preset(
+        "decoupled PPO (AReaL, arXiv:2505.24298, equation 5) with a bound on staleness, "
+        "and updates, that follow the effective share of sequences",
+        loss=DecoupledPPO(importance_weighting=Masked(cap=5.0)),
+        min_sequence_ess=0.98,
+        ess_exponent=4.0,
     ),
     "decoupled_token_is": Preset(
         _VERL + "weights of tokens, truncated",

@@ -208,7 +208,11 @@ def test_algorithm_sets_only_the_settings_of_its_preset(name: str) -> None:
         for name in ("loss", "advantages", "shaping", "reference", "positive_nll_coef")
     )
     others = {key for key in changed if not key.startswith(rooms)}
-    assert others <= {"rollout.success_rate_above", "rollout.success_rate_below"}
+    bounds = {"success_rate_above", "success_rate_below", "min_sequence_ess"}
+    followed = {f"rollout.{bound}" for bound in bounds} | {"trainer.optimizer.ess_exponent"}
+    assert others <= followed
+    assert experiment.rollout.min_sequence_ess == preset.min_sequence_ess
+    assert experiment.trainer.optimizer.ess_exponent == preset.ess_exponent
 
 
 def test_reference_has_a_kl_penalty_with_a_gradient(
