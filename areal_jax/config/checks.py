@@ -23,6 +23,7 @@ from areal_jax.rl.config import (
     GAE,
     GDPO,
     SPO,
+    VCPO,
     CrossTokenizer,
     GroupNormalized,
     LeaveOneOut,
@@ -166,7 +167,7 @@ def _signal(experiment: Experiment) -> Iterator[str]:
     """Advantages are not always zero."""
     advantages, is_distilled = experiment.trainer.advantages, experiment.trainer.teacher is not None
     alone = experiment.rollout.samples_per_group == 1 and not is_distilled
-    if alone and isinstance(advantages, GroupNormalized | LeaveOneOut | MaxRL):
+    if alone and isinstance(advantages, GroupNormalized | LeaveOneOut | MaxRL | VCPO):
         yield (
             "rollout.samples_per_group=1 makes all advantages zero under "
             f"trainer.advantages={type(advantages).__name__}; set it to at least 2, or set "

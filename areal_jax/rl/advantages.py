@@ -19,6 +19,7 @@ from areal_jax.rl.config import (
     GAE,
     GDPO,
     SPO,
+    VCPO,
     Advantages,
     BatchNormalized,
     CustomAdvantages,
@@ -52,6 +53,9 @@ class Trajectory(NamedTuple):
     """Named parts of the reward."""
     baseline: float | None = None
     """Expected reward of the prompt, with SPO."""
+    log_weighted_norm: float | None = None
+    """log(W g), with VCPO: W is theta/behave of the sample, and g the norm of the gradient of its
+    log-prob; -inf without a token in the loss."""
 
 
 def compute_advantages(
@@ -78,6 +82,8 @@ def compute_advantages(
             return _spread(groups, _component_normalized(groups, config))
         case SPO():
             return _spread(groups, _above_tracked_rate(groups, config))
+        case VCPO():
+            return _spread(groups, [_above_least_variance(group, config) for group in groups])
         case BatchNormalized():
             return _batch_normalized(groups, config)
         case GAE():
@@ -91,7 +97,7 @@ def compute_advantages(
     raise TypeError(
         "expected an advantage estimator of areal_jax.rl.config, found "
         f"{type(config).__name__}; set trainer.advantages to GroupNormalized, LeaveOneOut, "
-        "MaxRL, GDPO, SPO, BatchNormalized, Unnormalized or GAE"
+        "MaxRL, GDPO, SPO, VCPO, BatchNormalized, Unnormalized or GAE"
     )
 
 
@@ -303,6 +309,23 @@ def _above_tracked_rate(
         return [np.zeros(len(group)) for group in groups]
     divisor = flat.std(ddof=1) + config.eps
     return [(above_G - flat.mean()) / divisor for above_G in above]
+
+
+def _above_least_variance(group: Sequence[Trajectory], config: VCPO) -> Float64[np.ndarray, "G"]:
+    """(r - b) / (std + eps) with b = sum W² g² r / sum W² g² (VCPO, arXiv:2602.17616, OPOB)."""
+    if any(each.log_weighted_norm is None for each in group):
+        raise ValueError(
+            "trainer.advantages=VCPO expects the norm of each sample's gradient, found a "
+            "trajectory without; set trainer.advantages to another estimator"
+        )
+    rewards_G = np.array([each.reward for each in group], np.float64)
+    log_G = np.array([each.log_weighted_norm for each in group], np.float64)
+    if not np.isfinite(log_G).any() or rewards_G.min() == rewards_G.max():
+        return np.zeros(len(group))
+    # Relative to the largest, because W is a product over tokens.
+    weights_G = np.exp(2.0 * (log_G - log_G.max()))
+    above_G = rewards_G - (weights_G * rewards_G).sum() / weights_G.sum()
+    return above_G / (1.0 if config.divide_by == "nothing" else rewards_G.std(ddof=1) + config.eps)
 
 
 def _component_normalized(

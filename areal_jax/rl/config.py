@@ -496,6 +496,24 @@ class MaxRL(Advantages):
     """
 
 
+@chz.chz
+class VCPO(Advantages):
+    """VCPO (arXiv:2602.17616): reward - the baseline of least variance of its group, divided by the
+    standard deviation of its group; the same on every token.
+
+    The baseline is sum(W² g² r) / sum(W² g²), where W is the untruncated weight theta/behave of a
+    sample and g the norm of the gradient of its log-prob, both before the first update of the step.
+    It costs one backward pass per sample.
+    """
+
+    divide_by: Literal["group_std", "nothing"] = chz.field(
+        default="group_std", doc="divisor: standard deviation of the group, or nothing"
+    )
+    eps: float = chz.field(
+        validator=POSITIVE, default=1e-8, doc="added to the standard deviation, in units of reward"
+    )
+
+
 def component_weights(weights: Iterable[str]) -> dict[str, float]:
     """Return the weights of components of the reward, given as NAME:WEIGHT.
 

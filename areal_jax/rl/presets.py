@@ -19,6 +19,7 @@ from areal_jax.rl.config import (
     PPO,
     SAPO,
     SPO,
+    VCPO,
     VESPO,
     Advantages,
     BatchNormalized,
@@ -128,6 +129,13 @@ PRESETS: dict[str, Preset] = {
     "spo": Preset(
         "SPO, arXiv:2509.13232; needs rewards.correct=1, rewards.wrong=0 and recurring prompts",
         advantages=SPO(),
+    ),
+    "vcpo": Preset(
+        "VCPO, arXiv:2602.17616, with the settings of its authors' scripts",
+        loss=OffPolicyReinforce(importance_weighting=Truncated(cap=8.0, level="sequence")),
+        advantages=VCPO(),
+        loss_mean="sequences",
+        ess_exponent=0.5,
     ),
     "ppo_no_critic": Preset(
         "PPO, arXiv:1707.06347, with GRPO's advantages instead of a critic's", loss=PPO()

@@ -119,8 +119,8 @@ class TrainerConfig:
     )
     advantages: Advantages = chz.field(
         default_factory=GroupNormalized,
-        doc="GroupNormalized, LeaveOneOut, MaxRL, GDPO, SPO, BatchNormalized, Unnormalized, or "
-        "GAE, with a critic",
+        doc="GroupNormalized, LeaveOneOut, MaxRL, GDPO, SPO, VCPO, BatchNormalized, Unnormalized, "
+        "or GAE, with a critic",
     )
     critic: Critic = chz.field(
         default_factory=Critic, doc="what advantages=GAE asks, and trains beside the policy"

@@ -165,6 +165,8 @@ class StageOutput:
     """Read by the estimator of advantages. At most one stage has them."""
     baselines: Sequence[float] | None = None
     """Expected reward of each group's prompt, read by the estimator of advantages."""
+    log_weighted_norms: Sequence[Sequence[float]] | None = None
+    """By group and sample, `Trajectory.log_weighted_norm`."""
     transform_advantages: Callable[[TokenValues], TokenValues] = _unchanged
     """Applied to the estimated advantages."""
     columns: Mapping[str, Sequence[Column | None]] = field(default_factory=dict)
@@ -414,6 +416,7 @@ def _trajectories(
         sample: Sample,
         reward: float,
         baseline: float | None,
+        log_weighted_norm: float | None,
         trained: Bool[np.ndarray, "T"],
         *earned: np.ndarray,
     ) -> Trajectory:
@@ -428,6 +431,7 @@ def _trajectories(
             sum(earned[1:], earned[0]) if earned else None,
             components=sample.components,
             baseline=baseline,
+            log_weighted_norm=log_weighted_norm,
         )
 
     rewards = [shaped(group).tolist() for group in batch.groups]
@@ -437,7 +441,11 @@ def _trajectories(
     baselines = [
         [baseline] * len(of_group) for baseline, of_group in zip(by_group, rewards, strict=True)
     ]
-    return batch.map_samples(trajectory, rewards, baselines, batch.trained, *earned)
+    norms = next(
+        (each.log_weighted_norms for each in contributions if each.log_weighted_norms is not None),
+        [[None] * len(of_group) for of_group in rewards],
+    )
+    return batch.map_samples(trajectory, rewards, baselines, norms, batch.trained, *earned)
 
 
 def _balanced(sizes: Sequence[int], num_shares: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from areal_jax.metrics.meters import Mean, Meters
 from areal_jax.parallel.compilation import Program
 from areal_jax.records import Group, StepResult
-from areal_jax.rl.config import GAE, SPO, KLInLoss, KLInReward
+from areal_jax.rl.config import GAE, SPO, VCPO, KLInLoss, KLInReward
 from areal_jax.trainer import stages
 from areal_jax.trainer.batch_metrics import describe_batch
 from areal_jax.trainer.config import TrainerConfig
@@ -89,7 +89,12 @@ class Trainer(Versions):
                 )
         spo = config.advantages if isinstance(config.advantages, SPO) else None
         reads_logprobs = stages.reads_proximal(config) or spo is not None
-        super().__init__(policy, reads_logprobs=reads_logprobs, critic=critic)
+        super().__init__(
+            policy,
+            reads_logprobs=reads_logprobs,
+            reads_gradient_norms=isinstance(config.advantages, VCPO),
+            critic=critic,
+        )
         self._rates = None if spo is None else SuccessRates(spo)
         self.config, self.limits = config, limits
         self._reference, self._teacher = reference, teacher
@@ -201,6 +206,8 @@ class Trainer(Versions):
             )
         if self._critic is not None:
             yield "values", partial(stages.critic_values, critic=self._critic)
+        if isinstance(config.advantages, VCPO):
+            yield "values", partial(stages.gradient_norms, learner=self._learner)
         if self._rates is not None:
             yield "values", partial(self._rates.stage, learner=self._learner)
         if self._trains_policy():

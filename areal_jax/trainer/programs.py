@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params
@@ -77,6 +77,14 @@ class Applied(NamedTuple):
     """`params_digest` after the update."""
 
 
+class SampleGradients(NamedTuple):
+    """Log-probs of a micro-batch, and how strongly each sample would change the parameters."""
+
+    logp: Float[Array, "B T"]
+    norm: Float[Array, "B T"]
+    """On each loss token, the norm of the gradient of the sum of its sample's log-probs; else 0."""
+
+
 class Accumulated(NamedTuple):
     """Sums over the micro-batches of a mini-batch."""
 
@@ -86,7 +94,7 @@ class Accumulated(NamedTuple):
 
 
 class UpdatePrograms:
-    """The programs that initialize, accumulate, apply and measure.
+    """The programs that initialize, accumulate, apply and measure updates and gradients.
 
     Each is a pure function of its arguments, compiled once, ahead of time, for the micro-batch
     shape and the shardings of one learner. The class has more than 200 lines because they share
@@ -125,7 +133,9 @@ class UpdatePrograms:
         return self.compiled(name)(*arguments)
 
     def compiled(self, name: str) -> jax.stages.Compiled:
-        """Return the program `init`, `zeros`, `accumulate`, `measure` or `apply`, compiled."""
+        """Return the program `init`, `zeros`, `accumulate`, `measure`, `gradient_norms` or `apply`,
+        compiled.
+        """
         if name not in self._compiled:
             self._compiled[name] = self._forward.compiler(self._lower(name), self._forward.mesh)
         return self._compiled[name]
@@ -161,6 +171,9 @@ class UpdatePrograms:
             case "measure":
                 jitted = jax.jit(self._measure, out_shardings=self._replicated())
                 return jitted.lower(params, base, self._abstract_batch(), *_SCALARS)
+            case "gradient_norms":
+                jitted = jax.jit(self._gradient_norms, out_shardings=self._replicated())
+                return jitted.lower(params, base, self._abstract_batch())
             case "apply":
                 out = (*self.shardings, self._replicated())
                 jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out)
@@ -200,6 +213,29 @@ class UpdatePrograms:
         return Accumulated(
             jax.tree.map(jax.freeze, sums), jax.tree.map(jnp.add, accumulated.measured, measured)
         )
+
+    def _gradient_norms(self, params: Params, base: Params, batch: DeviceBatch) -> SampleGradients:
+        """One forward pass, and one backward pass per sample; places without a sample cost none."""
+
+        def logprobs(params: Params) -> Float[Array, "B T"]:
+            return self._forward.predictions(params, base, self._forward.inputs(batch)).logp
+
+        logp, pullback = jax.vjp(logprobs, params)
+        num_rows, most = len(logp), jnp.max(batch.segment_ids)
+        rows = jnp.arange(num_rows)[:, None]
+
+        def of_sample(place: Int[Array, ""], norms: Float[Array, "B T"]) -> Float[Array, "B T"]:
+            row, segment = place // most, place % most + 1
+            chosen = batch.loss_mask & (batch.segment_ids == segment) & (rows == row)
+
+            def measured() -> Float[Array, "B T"]:
+                (gradient,) = pullback(chosen.astype(logp.dtype))
+                return jnp.where(chosen, optax.tree.norm(gradient), norms)
+
+            return jax.lax.cond(jnp.any(chosen), measured, lambda: norms)
+
+        norms = jax.lax.fori_loop(0, num_rows * most, of_sample, jnp.zeros(logp.shape, jnp.float32))
+        return SampleGradients(logp, norms)
 
     def _measure(self, *arguments: Any) -> Measured:
         return self._loss(*arguments)[1]

@@ -6,6 +6,7 @@ become stages with `functools.partial`, which binds the other arguments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
@@ -74,6 +75,39 @@ def critic_values(packed: PackedRollouts, critic: Learner) -> StageOutput:
             "Lower trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
         )
     return StageOutput(values=CriticValues(by_place, columns))
+
+
+def gradient_norms(packed: PackedRollouts, learner: Learner) -> StageOutput:
+    """Give the estimator of advantages, for every sample, log(W g) as in VCPO.
+
+    Raises:
+        CorruptedState: A norm is not finite.
+    """
+    found = [[-math.inf] * len(group.samples) for group in packed.batch.groups]
+    total, count = 0.0, 0.0
+    for mini_batch in packed.mini_batches:
+        if not mini_batch.places:
+            continue
+        columns = fetch([learner.gradient_norms(each) for each in mini_batch.micro_batches])
+        logp, norms = (
+            mini_batch.layout.gather(np.stack(arrays)) for arrays in zip(*columns, strict=True)
+        )
+        for (i, j), logp_T, norm_T in zip(mini_batch.places, logp, norms, strict=True):
+            mask = packed.batch.trained[i][j][: len(logp_T)]
+            behave_logp = packed.batch.groups[i].samples[j].behave_logp[: len(logp_T)]
+            log_weight = (logp_T - behave_logp)[mask].sum(dtype=np.float64)
+            norm = float(norm_T[mask][0])
+            if not math.isfinite(norm):
+                raise CorruptedState(
+                    f"step {packed.batch.version}: the gradient of a sample's log-prob has norm "
+                    f"{norm}: the policy has diverged. Lower trainer.optimizer.learning_rate or "
+                    "trainer.optimizer.max_grad_norm"
+                )
+            found[i][j] = float(log_weight) + (math.log(norm) if norm else -math.inf)
+            total, count = total + norm, count + 1.0
+    return StageOutput(
+        log_weighted_norms=found, metrics={"sample_gradient_norm": Mean(total, count)}
+    )
 
 
 def reads_proximal(config: TrainerConfig) -> bool:

@@ -25,7 +25,13 @@ from areal_jax.parallel.sharding import TRAIN_RULES, is_abstract, put, put_batch
 from areal_jax.records import PackedBatch, SequenceImages
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward
-from areal_jax.trainer.programs import Applied, Measured, Objective, UpdatePrograms
+from areal_jax.trainer.programs import (
+    Applied,
+    Measured,
+    Objective,
+    SampleGradients,
+    UpdatePrograms,
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -108,15 +114,22 @@ class Learner:
         return self.programs.num_compilations + self.forward.num_compilations
 
     def list_programs(
-        self, *, reads_logprobs: bool = False, measures: bool = False
+        self,
+        *,
+        reads_logprobs: bool = False,
+        reads_gradient_norms: bool = False,
+        measures: bool = False,
     ) -> list[Program]:
         """Return all programs that training executes.
 
         Args:
             reads_logprobs: `logprobs` will be called.
+            reads_gradient_norms: `gradient_norms` will be called.
             measures: `measure` will be called.
         """
-        names = ("init", "zeros", "accumulate", "apply", *(["measure"] if measures else []))
+        names = ["init", "zeros", "accumulate", "apply"]
+        names += ["gradient_norms"] if reads_gradient_norms else []
+        names += ["measure"] if measures else []
         programs: list[Program] = [(name, partial(self.programs.compiled, name)) for name in names]
         if reads_logprobs:
             programs.append(("logprobs", lambda: self.forward.compiled(self.params, self.base)))
@@ -185,6 +198,12 @@ class Learner:
         With a scalar head: at token t, the value of what follows token t.
         """
         return self.forward.logprobs(self.params, self.base, batch)
+
+    def gradient_norms(self, batch: DeviceBatch) -> SampleGradients:
+        """Return the norm of the gradient of each sample's log-prob under the current parameters,
+        asynchronously.
+        """
+        return self.programs.run("gradient_norms", self.params, self.base, batch)
 
     def update(
         self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool

@@ -37,6 +37,7 @@ class Versions:
         learner: Learner,
         *,
         reads_logprobs: bool = False,
+        reads_gradient_norms: bool = False,
         measures: bool = False,
         critic: Learner | None = None,
     ):
@@ -44,11 +45,16 @@ class Versions:
         Args:
             learner: Parameters and optimizer state.
             reads_logprobs: Steps call `Learner.logprobs`, so that `warm_up` compiles it.
+            reads_gradient_norms: The same of `Learner.gradient_norms`.
             measures: `measure` will be called, so that `warm_up` compiles it.
             critic: A second learner, with a state of its own.
         """
         self._learner, self._critic = learner, critic
-        self._reads_logprobs, self._measures = reads_logprobs, measures
+        self._called = {
+            "reads_logprobs": reads_logprobs,
+            "reads_gradient_norms": reads_gradient_norms,
+            "measures": measures,
+        }
         self.version = 0
         """Number of trainer steps that made the parameters."""
 
@@ -109,9 +115,7 @@ class Versions:
 
     def list_programs(self) -> list[Program]:
         """Return all programs that a step executes."""
-        programs = self._learner.list_programs(
-            reads_logprobs=self._reads_logprobs, measures=self._measures
-        )
+        programs = self._learner.list_programs(**self._called)
         if self._critic is not None:
             of_critic = self._critic.list_programs(reads_logprobs=True)
             programs += [(f"critic {name}", compile_it) for name, compile_it in of_critic]

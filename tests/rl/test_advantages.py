@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from typing import Any
 
@@ -19,6 +20,7 @@ from areal_jax.rl.advantages import (
 )
 from areal_jax.rl.config import (
     GDPO,
+    VCPO,
     Advantages,
     BatchNormalized,
     CustomAdvantages,
@@ -125,6 +127,38 @@ def test_max_rl_divides_by_the_mean_of_each_group() -> None:
     assert not compute(MaxRL(), ([0.1, 0.1, 0.1], [3, 3, 3]))[0].any()
     with pytest.raises(ValueError, match=r"rewards\.wrong=0"):
         compute(MaxRL(), ([1.0, -1.0], [1, 1]))
+
+
+def above_least_variance(config: VCPO, rewards: list[float], log_norms: list[float]) -> list[float]:
+    group = [
+        trajectory(reward, 2)._replace(log_weighted_norm=log_norm)
+        for reward, log_norm in zip(rewards, log_norms, strict=True)
+    ]
+    return [float(advantages[0]) for advantages in compute_advantages(config, [group])[0]]
+
+
+def test_vcpos_baseline_equals_hand_computed_numbers() -> None:
+    weights, norms = np.array([1.0, 2.0, 0.5, 0.1]), np.array([1.0, 2.0, 1.0, 3.0])
+    rewards, log_norms = [1.0, 0.0, 1.0, 0.0], np.log(weights * norms)
+    # W² g² = 1, 16, .25, .09: 1.25 / 17.34 = .072088.
+    expected = np.array([0.927912, -0.072088, 0.927912, -0.072088])
+    plain = VCPO(divide_by="nothing")
+    assert above_least_variance(plain, rewards, log_norms.tolist()) == pytest.approx(
+        expected, abs=1e-6
+    )
+    # The rewards' deviation is sqrt(1/3). Weights of long samples are beyond any float.
+    assert above_least_variance(VCPO(), rewards, (log_norms + 5000).tolist()) == pytest.approx(
+        expected * 3**0.5, abs=1e-5
+    )
+    with pytest.raises(ValueError, match="norm of each sample's gradient"):
+        compute(VCPO(), ([1.0, 0.0], [1, 1]))
+
+
+def test_vcpo_ignores_samples_without_loss_tokens_and_equal_rewards() -> None:
+    plain, nothing = VCPO(divide_by="nothing"), -math.inf
+    assert above_least_variance(plain, [1.0, 0.0, 9.0], [0.0, 0.0, nothing]) == [0.5, -0.5, 8.5]
+    assert above_least_variance(plain, [0.1, 0.1, 0.1], [0.3, 0.7, -2.0]) == [0.0, 0.0, 0.0]
+    assert above_least_variance(plain, [1.0, 0.0], [nothing, nothing]) == [0.0, 0.0]
 
 
 def of_components(weights: tuple[str, ...] = ("second:0.5",), **settings: Any) -> np.ndarray:
