@@ -6,8 +6,8 @@
 Learning: `areal-train --exp=aime algorithm=NAME num_steps=30`, with pass@1 on 512
 held-out problems before and after. Cost: one optimizer update on the batch of rl_step_cpu.py (32
 sequences of 80 tokens, 4 layers), the presets in turns, without reference policies and critics.
-M2PO needs the log-probabilities of a whole mini-batch before its update: one more forward pass than
-the others if there is one update per step.
+M2POClip needs the log-probabilities of a whole mini-batch before its update, and SPO those of each
+prompt's last answer: one more forward pass. VCPO needs the gradient norm of every sample.
 
 Every run appends one row to results/presets.jsonl; presets that have a row are not repeated. All
 take about half an hour on two idle CPU cores, the costs five minutes.

@@ -503,7 +503,7 @@ class VCPO(Advantages):
 
     The baseline is sum(W² g² r) / sum(W² g²), where W is the untruncated weight theta/behave of a
     sample and g the norm of the gradient of its log-prob, both before the first update of the step.
-    It costs one backward pass per sample.
+    It costs one forward and backward pass, more where several samples share a row.
     """
 
     divide_by: Literal["group_std", "nothing"] = chz.field(

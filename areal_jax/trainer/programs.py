@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params
@@ -21,7 +21,7 @@ from areal_jax.parallel.sharding import abstract
 from areal_jax.rl.off_policy import OffPolicyCounts, sequence_ess
 from areal_jax.rl.token_losses import PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.forward import DeviceBatch, Forward, Predictions
+from areal_jax.trainer.forward import DeviceBatch, Forward, ModelInputs, Predictions
 from areal_jax.trainer.optimizer import learning_rate, make_optimizer, num_updates_done
 from areal_jax.trainer.state import (
     StateShardings,
@@ -215,20 +215,43 @@ class UpdatePrograms:
         )
 
     def _gradient_norms(self, params: Params, base: Params, batch: DeviceBatch) -> SampleGradients:
-        """One forward pass, and one backward pass per sample; places without a sample cost none."""
+        """One forward pass, and one backward pass per sample; places without a sample cost none.
 
-        def logprobs(params: Params) -> Float[Array, "B T"]:
-            return self._forward.predictions(params, base, self._forward.inputs(batch)).logp
+        Of each shard of the batch, one row at a time: a backward pass computes whole rows.
+        """
+        num_turns = self._config.rows_per_micro_batch
+        read = self._forward.inputs(batch), batch.loss_mask, batch.segment_ids
 
-        logp, pullback = jax.vjp(logprobs, params)
-        num_rows, most = len(logp), jnp.max(batch.segment_ids)
+        def of_turn(turn: Int[Array, ""]) -> SampleGradients:
+            def rows_of(leaf: Shaped[Array, "B ..."]) -> Shaped[Array, "N ..."]:
+                return leaf.reshape(-1, num_turns, *leaf.shape[1:])[:, turn]
+
+            return self._gradient_norms_of_rows(params, base, *jax.tree.map(rows_of, read))
+
+        def whole(leaf: Float[Array, "P N T"]) -> Float[Array, "B T"]:
+            return leaf.swapaxes(0, 1).reshape(batch.tokens.shape)
+
+        return jax.tree.map(whole, jax.lax.map(of_turn, jnp.arange(num_turns)))
+
+    def _gradient_norms_of_rows(
+        self,
+        params: Params,
+        base: Params,
+        inputs: ModelInputs,
+        loss_mask: Bool[Array, "N T"],
+        segment_ids: Int[Array, "N T"],
+    ) -> SampleGradients:
+        logp, pullback = jax.vjp(
+            lambda params: self._forward.predictions(params, base, inputs).logp, params
+        )
+        num_rows, most = len(logp), jnp.max(segment_ids)
         rows = jnp.arange(num_rows)[:, None]
 
-        def of_sample(place: Int[Array, ""], norms: Float[Array, "B T"]) -> Float[Array, "B T"]:
+        def of_sample(place: Int[Array, ""], norms: Float[Array, "N T"]) -> Float[Array, "N T"]:
             row, segment = place // most, place % most + 1
-            chosen = batch.loss_mask & (batch.segment_ids == segment) & (rows == row)
+            chosen = loss_mask & (segment_ids == segment) & (rows == row)
 
-            def measured() -> Float[Array, "B T"]:
+            def measured() -> Float[Array, "N T"]:
                 (gradient,) = pullback(chosen.astype(logp.dtype))
                 return jnp.where(chosen, optax.tree.norm(gradient), norms)
 
