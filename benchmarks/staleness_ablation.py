@@ -64,6 +64,21 @@ CANDIDATES = {
         *(*OBJECTIVES["decoupled"], "trainer.loss.behave_clip=2"),
         "rollout.min_sequence_ess=0.9",
     ),
+    "vcpo_baseline": (
+        "trainer.loss=OffPolicyReinforce",
+        "trainer.loss.importance_weighting=Truncated",
+        "trainer.loss.importance_weighting.cap=8",
+        "trainer.loss.importance_weighting.level=sequence",
+        "trainer.loss_mean=sequences",
+        "trainer.advantages=VCPO",
+        "trainer.optimizer.ess_exponent=0.5",
+    ),
+    "icepop": (*OBJECTIVES["decoupled"], "trainer.loss.importance_weighting.floor=0.5"),
+    "m2po_clip": ("trainer.loss=M2POClip",),
+    "sequence_rejection": (
+        *(*OBJECTIVES["decoupled"], "trainer.loss.rejection.sequence_min=0.5"),
+        "trainer.loss.rejection.sequence_max=2",
+    ),
     "adaptive_95": (*OBJECTIVES["decoupled"], "rollout.min_sequence_ess=0.95"),
     "adaptive_98": (*OBJECTIVES["decoupled"], "rollout.min_sequence_ess=0.98"),
     "areal_adaptive": (
