@@ -173,7 +173,8 @@ class UpdatePrograms:
                 return jitted.lower(params, base, self._abstract_batch(), *_SCALARS)
             case "gradient_norms":
                 jitted = jax.jit(self._gradient_norms, out_shardings=self._replicated())
-                return jitted.lower(params, base, self._abstract_batch())
+                inputs = forward.inputs(self._abstract_batch())
+                return jitted.lower(params, base, inputs, forward.column(np.bool_))
             case "apply":
                 out = (*self.shardings, self._replicated())
                 jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out)
@@ -214,22 +215,24 @@ class UpdatePrograms:
             jax.tree.map(jax.freeze, sums), jax.tree.map(jnp.add, accumulated.measured, measured)
         )
 
-    def _gradient_norms(self, params: Params, base: Params, batch: DeviceBatch) -> SampleGradients:
+    def _gradient_norms(
+        self, params: Params, base: Params, inputs: ModelInputs, loss_mask: Bool[Array, "B T"]
+    ) -> SampleGradients:
         """One forward pass, and one backward pass per sample; places without a sample cost none.
 
         Of each shard of the batch, one row at a time: a backward pass computes whole rows.
         """
         num_turns = self._config.rows_per_micro_batch
-        read = self._forward.inputs(batch), batch.loss_mask, batch.segment_ids
 
         def of_turn(turn: Int[Array, ""]) -> SampleGradients:
             def rows_of(leaf: Shaped[Array, "B ..."]) -> Shaped[Array, "N ..."]:
                 return leaf.reshape(-1, num_turns, *leaf.shape[1:])[:, turn]
 
-            return self._gradient_norms_of_rows(params, base, *jax.tree.map(rows_of, read))
+            read = jax.tree.map(rows_of, (inputs, loss_mask))
+            return self._gradient_norms_of_rows(params, base, *read)
 
         def whole(leaf: Float[Array, "P N T"]) -> Float[Array, "B T"]:
-            return leaf.swapaxes(0, 1).reshape(batch.tokens.shape)
+            return leaf.swapaxes(0, 1).reshape(loss_mask.shape)
 
         return jax.tree.map(whole, jax.lax.map(of_turn, jnp.arange(num_turns)))
 
@@ -239,17 +242,16 @@ class UpdatePrograms:
         base: Params,
         inputs: ModelInputs,
         loss_mask: Bool[Array, "N T"],
-        segment_ids: Int[Array, "N T"],
     ) -> SampleGradients:
         logp, pullback = jax.vjp(
             lambda params: self._forward.predictions(params, base, inputs).logp, params
         )
-        num_rows, most = len(logp), jnp.max(segment_ids)
+        num_rows, most = len(logp), jnp.max(inputs.segment_ids)
         rows = jnp.arange(num_rows)[:, None]
 
         def of_sample(place: Int[Array, ""], norms: Float[Array, "N T"]) -> Float[Array, "N T"]:
             row, segment = place // most, place % most + 1
-            chosen = loss_mask & (segment_ids == segment) & (rows == row)
+            chosen = loss_mask & (inputs.segment_ids == segment) & (rows == row)
 
             def measured() -> Float[Array, "N T"]:
                 (gradient,) = pullback(chosen.astype(logp.dtype))

@@ -203,7 +203,8 @@ class Learner:
         """Return the norm of the gradient of each sample's log-prob under the current parameters,
         asynchronously.
         """
-        return self.programs.run("gradient_norms", self.params, self.base, batch)
+        inputs = self.forward.inputs(batch)
+        return self.programs.run("gradient_norms", self.params, self.base, inputs, batch.loss_mask)
 
     def update(
         self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +35,7 @@ CONFIG = TrainerConfig(
 
 
 def make_trainer(devices: int = 1, *, shares_prefixes: bool = False) -> Trainer:
+    config = chz.replace(CONFIG, positive_nll_coef=0.1) if shares_prefixes else CONFIG
     model = TrainableModel(
         policy=POLICY,
         params=params(),
@@ -43,9 +45,9 @@ def make_trainer(devices: int = 1, *, shares_prefixes: bool = False) -> Trainer:
         shares_prefixes=shares_prefixes,
     )
     return Trainer(
-        config=CONFIG,
+        config=config,
         limits=SampleLimits(max_staleness=2, max_new_tokens=ROW_TOKENS),
-        policy=policy_learner(CONFIG, model, 100),
+        policy=policy_learner(config, model, 100),
     )
 
 
