@@ -167,7 +167,8 @@ def describe(rows: Rows) -> dict[str, Any]:
         "log_ratio_rms": mean("trainer/log_ratio_rms"),
         "sequence_ess": mean("trainer/sequence_ess"),
         "behave_weight_p99": mean("trainer/behave_weight_p99"),
-        "clip_fraction": mean("trainer/clip_fraction"),
+        # A policy gradient without a clip has none.
+        "clip_fraction": mean(clip) if (clip := "trainer/clip_fraction") in of_steps[0] else None,
     }
 
 
