@@ -10,7 +10,7 @@ M2POClip needs the log-probabilities of a whole mini-batch before its update, an
 prompt's last answer: one more forward pass. VCPO needs the gradient norm of every sample.
 
 Every run appends one row to results/presets.jsonl; presets that have a row are not repeated. All
-take about half an hour on two idle CPU cores, the costs five minutes.
+take about 40 minutes on two idle CPU cores, the costs eight.
 """
 
 from __future__ import annotations
