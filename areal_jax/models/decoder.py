@@ -103,11 +103,10 @@ class Policy:
                 f"({config.readout}), which an adapter cannot train; leave out policy.lora and "
                 "policy.adapter"
             )
-        if config.vision is not None and (lora is not None or config.is_scalar):
+        if config.vision is not None and config.is_scalar:
             raise ValueError(
-                f"expected {config.architecture} without adapter and without scalar head, which "
-                "are not supported for policies that read images; leave out policy.lora, "
-                "policy.adapter and a critic of this family"
+                f"expected {config.architecture} without scalar head, which is not supported for "
+                "policies that read images; leave out a critic of this family"
             )
         self.config, self.lora = config, lora
         decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))

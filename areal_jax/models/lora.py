@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,8 @@ _RULES: dict[str, Rule] = {
         "harmless",
     ),
     **dict.fromkeys(("loftq_config", "corda_config", "eva_config", "lora_ga_config"), "harmless"),
+    # The tensors say what is excluded.
+    "exclude_modules": "harmless",
     # Used by PEFT only together with other keys, which are refused.
     **dict.fromkeys(
         ("layers_pattern", "qalora_group_size", "megatron_core", "ensure_weight_tying"), "harmless"
@@ -122,7 +125,6 @@ _RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         (
-            "exclude_modules",
             "layers_to_transform",
             "layer_replication",
         ),
@@ -254,6 +256,10 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> LoRA:
             f"and {alpha!r}"
         )
     known = get_args(Target)
+    if isinstance(targets, str):
+        # A regular expression; the tensors say what it has matched.
+        with _open(folder) as file:
+            targets = sorted({name.split(".")[-3] for name in file.offset_keys() if "." in name})
     if isinstance(targets, list):
         targets = [each for name in targets for each in _FUSED.get(name, (name,))]
     if not isinstance(targets, list) or not targets or not set(targets) <= set(known):
@@ -305,9 +311,12 @@ def check_tensors(folder: Path, policy: Policy) -> None:
     Raises:
         ValueError: with all tensors that are missing, unexpected, or of the wrong shape or dtype.
     """
+    summary = f"{folder / WEIGHTS} does not match the policy and {CONFIG}"
+    if policy.config.vision is not None:
+        summary += ", which adapts the language model alone (no matrix of the vision tower)"
     with _open(folder) as file:
         hf.check_shapes(
-            f"{folder / WEIGHTS} does not match the policy and {CONFIG}",
+            summary,
             {tensor.name: tensor.shape for tensor in _tensors(policy)}
             | _fused_shapes(policy, _read_json(folder)),
             dict.fromkeys(file.offset_keys(), hf.Source(file, WEIGHTS)),
@@ -382,7 +391,7 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
         "lora_dropout": 0.0,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": sorted({*lora.targets} - parts | fused_names),
+        "target_modules": _target_modules(policy, {*lora.targets} - parts | fused_names),
         "use_rslora": lora.rslora,
     }
     if fused_names:
@@ -394,6 +403,22 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
         temporary_config.write_text(json.dumps(config, indent=2) + "\n")
     os.replace(temporary_weights, folder / WEIGHTS)
     os.replace(temporary_config, folder / CONFIG)
+
+
+def _layers(policy: Policy) -> str:
+    """Name of the layers in transformers' model."""
+    return "model.layers" if policy.config.vision is None else "model.language_model.layers"
+
+
+def _target_modules(policy: Policy, names: Collection[str]) -> list[str] | str:
+    """Return the modules to adapt as PEFT reads them: names, or a pattern of their full names.
+
+    Modules of a vision tower have the same names as those of layers.
+    """
+    if policy.config.vision is None:
+        return sorted(names)
+    pattern = "|".join(sorted(re.escape(_PLACES[target].module) for target in _targets(policy)))
+    return rf"{re.escape(_layers(policy))}\.\d+\.({pattern})"
 
 
 class _Tensor(NamedTuple):
@@ -415,8 +440,8 @@ def _tensors(policy: Policy) -> Iterator[_Tensor]:
             split = 1 + (place.num_inputs if letter == "a" else 1)
             file_shape = math.prod(shape[split:]), math.prod(shape[1:split])
             for i, layer in enumerate(policy.config.layers_with(place.path[1:])):
-                module = f"base_model.model.model.layers.{layer}.{place.module}"
-                name = f"{module}.lora_{letter.upper()}.weight"
+                module = f"{_layers(policy)}.{layer}.{place.module}"
+                name = f"base_model.model.{module}.lora_{letter.upper()}.weight"
                 yield _Tensor(name, file_shape, (*place.path, letter), i)
 
 
@@ -480,7 +505,7 @@ def _fused_modules(policy: Policy) -> Iterator[_Fused]:
         shapes = [leaves[*place.path, "b"].shape for place in places]
         inside = f"{places[0].module.split('.')[0]}.{module}"
         for layer in range(shapes[0][0]):
-            name = f"base_model.model.model.layers.{layer}.{inside}"
+            name = f"base_model.model.{_layers(policy)}.{layer}.{inside}"
             yield _Fused(
                 module,
                 (f"{name}.lora_A.weight", f"{name}.lora_B.weight"),

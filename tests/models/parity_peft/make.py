@@ -7,7 +7,8 @@ Needs torch, which areal_jax itself does not, and the fixtures of parity/make.py
 
 Each adapter has a folder with adapter_config.json and adapter_model.safetensors, written by
 `save_pretrained`, and expected.safetensors with `tokens` [2, 16] and float32 `logits`
-[2, 16, vocabulary]. Both A and B are random, so that a missing one shows.
+[2, 16, vocabulary]. Both A and B are random, so that a missing one shows. The tokens of
+vision-language policies are those of parity_vision/, with their images.
 """
 
 # pyright: reportMissingImports=false
@@ -17,9 +18,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -39,6 +40,13 @@ ADAPTERS = {
     ),
 }
 
+LANGUAGE = r"model\.language_model\.layers\.\d+\.(mlp\.up_proj|self_attn\.o_proj|self_attn\.q_proj)"
+
+VISION_ADAPTERS = {
+    family: LoraConfig(r=2, lora_alpha=6, target_modules=LANGUAGE, task_type="CAUSAL_LM")
+    for family in ("qwen2_5_vl", "qwen3_vl")
+}
+
 
 @torch.no_grad()
 def main() -> None:
@@ -48,18 +56,41 @@ def main() -> None:
         base = AutoModelForCausalLM.from_pretrained(
             here.parent / "parity" / family, dtype=torch.float32
         )
-        model = get_peft_model(base, config).eval()
-        for path, parameter in model.named_parameters():
-            if "lora_" in path:
-                parameter.copy_(torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5)
+        model = adapt(base, config)
         tokens = torch.randint(base.config.vocab_size, (2, 16))
-        logits = model(tokens).logits
-        # A relative name instead of the path on this machine.
-        model.peft_config["default"].base_model_name_or_path = f"tests/models/parity/{family}"
-        model.save_pretrained(here / family)
-        (here / family / "README.md").unlink()
-        expected = {"tokens": tokens.to(torch.int32), "logits": logits.contiguous()}
-        save_file(expected, here / family / "expected.safetensors")
+        save(model, here / family, "parity", tokens, model(tokens).logits)
+    for family, config in VISION_ADAPTERS.items():
+        folder = here.parent / "parity_vision" / family
+        base = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        model, inputs = adapt(base, config), load_file(folder / "expected.safetensors")
+        tokens, grids = inputs["tokens"].long(), inputs["grids"]
+        logits = model(
+            input_ids=tokens,
+            mm_token_type_ids=(tokens == base.config.image_token_id).int(),
+            pixel_values=inputs["patches"],
+            image_grid_thw=torch.cat([torch.ones(len(grids), 1), grids], 1).long(),
+        ).logits
+        save(model, here / family, "parity_vision", tokens, logits)
+
+
+def adapt(base: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    """Put a random adapter on a policy."""
+    model = get_peft_model(base, config).eval()
+    for path, parameter in model.named_parameters():
+        if "lora_" in path:
+            parameter.copy_(torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5)
+    return model
+
+
+def save(
+    model: PeftModel, folder: Path, bases: str, tokens: torch.Tensor, logits: torch.Tensor
+) -> None:
+    # A relative name instead of the path on this machine.
+    model.peft_config["default"].base_model_name_or_path = f"tests/models/{bases}/{folder.name}"
+    model.save_pretrained(folder)
+    (folder / "README.md").unlink()
+    expected = {"tokens": tokens.to(torch.int32), "logits": logits.contiguous()}
+    save_file(expected, folder / "expected.safetensors")
 
 
 if __name__ == "__main__":

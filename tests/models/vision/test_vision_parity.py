@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from areal_jax.json_files import read_json
-from areal_jax.models import hf
+from areal_jax.models import hf, lora
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params, Policy
@@ -23,6 +23,7 @@ from areal_jax.models.vision.tower import ImageInputs
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FIXTURES = Path(__file__).parent.parent / "parity_vision"
+ADAPTERS = FIXTURES.with_name("parity_peft")
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
 
@@ -128,6 +129,56 @@ def test_packed_logits_loss_and_gradient_match_transformers(family: str) -> None
         jax.tree.map(lambda leaf: float(jnp.abs(leaf).max()), gradient["vision"])
     )
     assert min(tower) >= 0 and np.median(tower) > 1e-3
+
+
+def adapted(family: str) -> tuple[Policy, Params]:
+    folder = ADAPTERS / family
+    policy = Policy(original(family).policy.config, lora.read_config(folder))
+    placed = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), lora.abstract(policy))
+    return policy, lora.load(folder, policy, placed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapter_logits_match_peft(family: str) -> None:
+    policy, adapter = adapted(family)
+    columns, inputs = packed(family)
+    expected = load_file(ADAPTERS / family / "expected.safetensors")["logits"]
+    R, T, V = expected.shape
+
+    @jax.jit
+    def logits(params: Params) -> jax.Array:
+        hidden, _, _ = policy.hidden(
+            params,
+            columns["tokens"],
+            columns["positions"],
+            packed_attention(columns["segments"]),
+            compute_dtype=jnp.float32,
+            images=policy.encode_images(params, inputs, compute_dtype=jnp.float32),
+        )
+        return (hidden[0, : R * T] @ policy.head(params)).reshape(R, T, V)
+
+    base = original(family).params
+    np.testing.assert_allclose(logits(lora.attach(policy, base, adapter)), expected, atol=1e-4)
+    np.testing.assert_allclose(logits(lora.merge(policy, base, adapter)), expected, atol=1e-4)
+    assert np.abs(original(family).expected["logits"] - expected).mean() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_named_as_in_peft(family: str, tmp_path: Path) -> None:
+    policy, adapter = adapted(family)
+    lora.save(tmp_path, policy, adapter, f"tests/models/parity_vision/{family}")
+    theirs, ours = (load_file(folder / lora.WEIGHTS) for folder in (ADAPTERS / family, tmp_path))
+    assert theirs.keys() == ours.keys()
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    theirs, ours = (read_json(folder / lora.CONFIG) for folder in (ADAPTERS / family, tmp_path))
+    assert {name: theirs[name] for name in ours} == ours
+    # An adapter of the tower too, as PEFT makes one from target_modules=["up_proj"].
+    tensors = load_file(tmp_path / lora.WEIGHTS)
+    name = "base_model.model.model.visual.blocks.0.mlp.up_proj.lora_A.weight"
+    save_file(tensors | {name: np.zeros((2, 32), np.float32)}, tmp_path / lora.WEIGHTS)
+    with pytest.raises(ValueError, match=r"the language model alone(.|\n)*unexpected: .*visual"):
+        lora.check_tensors(tmp_path, policy)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
