@@ -170,7 +170,7 @@ async def listening_server(config: ServeConfig, api_key: str) -> AsyncIterator[L
     async with _backend(config, api_key) as backend:
         from areal_jax.serve.app import App, listening
 
-        app = App(backend, config.limits, backend.measure)
+        app = App(backend, config.limits, backend.measure, config.images)
         address = config.host, config.port
         try:
             async with listening(app, *address, config.limits.shutdown_timeout_s) as port:

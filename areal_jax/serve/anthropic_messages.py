@@ -100,8 +100,8 @@ class _ToolResultBlock(TypedDict):
     tool_use_id: str
     content: NotRequired[
         Annotated[
-            str | list[_TextBlock] | None,
-            expected("be a string or a list of blocks of type text"),
+            str | list[Annotated[_TextBlock | _ImageBlock, Field(discriminator="type")]] | None,
+            expected("be a string or a list of blocks of type text or image"),
         ]
     ]
 
@@ -246,10 +246,8 @@ def _messages(message: _Message, path: str) -> Iterator[dict[str, Any]]:
                 f"message of role {role}, found {block['type']}",
                 param=f"{path}.content[{place}].type",
             )
-        if block["type"] == "text":
-            parts.append({"type": "text", "text": block["text"]})
-        elif block["type"] == "image":
-            parts.append({"type": "image_url", "image_url": {"url": _url(block)}})
+        if block["type"] == "text" or block["type"] == "image":
+            parts.append(_part(block))
         elif block["type"] == "tool_use":
             arguments = json.dumps(block["input"], ensure_ascii=False)
             function = {"name": block["name"], "arguments": arguments}
@@ -258,7 +256,9 @@ def _messages(message: _Message, path: str) -> Iterator[dict[str, Any]]:
             if parts:
                 yield {"role": role, "content": parts}
                 parts = []
-            content = _text(block.get("content") or "")
+            content = block.get("content") or ""
+            if not isinstance(content, str):
+                content = [_part(each) for each in content]
             yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
             num_yielded += 1
     if parts or calls or not num_yielded:
@@ -269,11 +269,16 @@ def _text(content: str | list[_TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block["text"] for block in content)
 
 
-def _url(block: _ImageBlock) -> str:
+def _part(block: _TextBlock | _ImageBlock) -> dict[str, Any]:
+    """Return a block as a part of OpenAI's protocol."""
+    if block["type"] == "text":
+        return {"type": "text", "text": block["text"]}
     source = block["source"]
     if source["type"] == "url":
-        return source["url"]
-    return f"data:{source['media_type']};base64,{source['data']}"
+        url = source["url"]
+    else:
+        url = f"data:{source['media_type']};base64,{source['data']}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def error_body(refused: APIError) -> dict[str, Any]:

@@ -41,8 +41,9 @@ from areal_jax.serve.bodies import (
     read_tokens,
     validated,
 )
-from areal_jax.serve.config import LimitsConfig
+from areal_jax.serve.config import LimitsConfig, RemoteImagesConfig
 from areal_jax.serve.detokenizer import StreamDetokenizer
+from areal_jax.serve.remote_images import fetch_images
 from areal_jax.serve.responses import CompletionForm, Form, MakeForm, Part, count_tokens, now
 from areal_jax.serve.server_metrics import ServerMetrics
 
@@ -147,14 +148,20 @@ class App:
     """
 
     def __init__(
-        self, auth: Auth, limits: LimitsConfig, measure: Callable[[], Mapping[str, float]] = dict
+        self,
+        auth: Auth,
+        limits: LimitsConfig,
+        measure: Callable[[], Mapping[str, float]] = dict,
+        images: RemoteImagesConfig | None = None,
     ) -> None:
         """Create the routes.
 
         Args:
             measure: Returns the engine's totals since it started.
+            images: Which images are fetched; None: none.
         """
         self._auth, self._limits, self._num_requests, self._num_running = auth, limits, 0, 0
+        self._remote_images = images or RemoteImagesConfig()
         # Of answers to requests with tools.
         self._num_calls, self._num_unparsed = 0, 0
         self._metrics = ServerMetrics(lambda: self._num_running, measure)
@@ -366,39 +373,34 @@ class App:
             read: reads the body in the request's protocol.
         """
         source = self._source(request)
-        body = await self._body(request)
-        chat, make_form, prompt = await self._in_thread(
-            len(body), lambda: self._read_conversation(source, body, read)
-        )
+        chat, make_form, prompt = await self._read_conversation(request, source, read)
         asked = Asked([prompt], chat.generation_params, make_form, chat)
         return await self._answer(request, source, asked)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        source = self._source(request)
-        body = await self._body(request)
-        _, _, prompt = await self._in_thread(
-            len(body),
-            lambda: self._read_conversation(source, body, anthropic_messages.read_to_count),
+        _, _, prompt = await self._read_conversation(
+            request, self._source(request), anthropic_messages.read_to_count
         )
         return web.json_response({"input_tokens": len(prompt)})
 
-    def _read_conversation(
-        self, source: Backend, body: bytes, read: ReadChat
+    async def _read_conversation(
+        self, request: web.Request, source: Backend, read: ReadChat
     ) -> tuple[Chat, MakeForm, Prompt]:
-        """Read and render a conversation; called in a thread."""
-        given = read_json(body, self._limits.max_body_values)
-        chat, make_form = read(given, self._limits.max_messages)
-        _require_model(source, chat.generation_params.model)
-        try:
-            if chat.tools and not source.tokenizer.can_render_tools:
-                raise APIError(
-                    400, f"the chat template of {source.model} has no tools", param="tools"
-                )
-            return chat, make_form, source.prompt_of(chat)
-        except InvalidRequest:
-            raise
-        except ValueError as error:
-            raise APIError(400, str(error), param="messages") from error
+        """Read and render a conversation, and fetch its images."""
+        body = await self._body(request)
+
+        def read_body() -> tuple[Chat, MakeForm, Prompt | None]:
+            chat, make_form = read(
+                read_json(body, self._limits.max_body_values), self._limits.max_messages
+            )
+            _require_model(source, chat.generation_params.model)
+            return chat, make_form, None if chat.remote_images else _render(source, chat)
+
+        chat, make_form, prompt = await self._in_thread(len(body), read_body)
+        if prompt is None:
+            chat = await fetch_images(chat, self._remote_images)
+            prompt = await self._in_thread(len(body), partial(_render, source, chat))
+        return chat, make_form, prompt
 
     async def _texts(self, request: web.Request) -> web.StreamResponse:
         return await self._continue(request, read_texts, partial(CompletionForm, "text"))
@@ -847,6 +849,18 @@ def _error(refused: APIError, body: Callable[[APIError], dict[str, Any]]) -> web
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.json_response(body(refused), status=refused.status, headers=headers)
+
+
+def _render(source: Backend, chat: Chat) -> Prompt:
+    """Render a conversation; called in a thread."""
+    try:
+        if chat.tools and not source.tokenizer.can_render_tools:
+            raise APIError(400, f"the chat template of {source.model} has no tools", param="tools")
+        return source.prompt_of(chat)
+    except InvalidRequest:
+        raise
+    except ValueError as error:
+        raise APIError(400, str(error), param="messages") from error
 
 
 def _require_model(source: Backend, wanted: str) -> None:

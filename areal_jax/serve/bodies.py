@@ -13,7 +13,7 @@ import hmac
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NotRequired, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -113,12 +113,24 @@ class GenerationParams:
     """Images of the conversation, in order."""
 
 
+class RemoteImage(NamedTuple):
+    """An image that the client names by its URL."""
+
+    url: str
+    number: int
+    """Its place in `GenerationParams.images`, which is empty."""
+    path: str
+    """Field of the request, for errors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chat:
     generation_params: GenerationParams
     turns: tuple[dict[str, Any], ...]
     """The conversation as chat templates read it."""
     tools: tuple[dict[str, Any], ...]
+    remote_images: tuple[RemoteImage, ...] = ()
+    """Images that are still to be fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +183,12 @@ def read_chat(given: Mapping[str, Any], max_messages: int = 1 << 20) -> Chat:
     budget = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     # Templates read tools as the client wrote them, with the order of their keys.
     generation_params = body.generation_params(budget, body.top_logprobs if body.logprobs else None)
+    images, remote_images = _images(body.messages)
     return Chat(
-        replace(generation_params, images=_images(body.messages)),
+        replace(generation_params, images=images),
         tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages)),
         tuple(tools) if tools and body.tool_choice == "auto" else (),
+        remote_images,
     )
 
 
@@ -333,9 +347,11 @@ def _turn(message: _Message, path: str) -> dict[str, Any]:
         )
     if isinstance(content, list):
         content = _content(content)
-        if isinstance(content, list) and role != "user":
+        if isinstance(content, list) and role not in ("user", "tool"):
             raise APIError(
-                400, f"expected images in messages of the user, found one in {path}", param=path
+                400,
+                f"expected images in messages of the user and of tools, found one in {path}",
+                param=path,
             )
     turn: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
@@ -362,23 +378,30 @@ def _content(parts: list[_Part]) -> str | list[dict[str, str]]:
     ]
 
 
-def _images(messages: Sequence[_Message]) -> tuple[ImageFile, ...]:
-    """Return the images of a conversation, in order.
+def _images(
+    messages: Sequence[_Message],
+) -> tuple[tuple[ImageFile, ...], tuple[RemoteImage, ...]]:
+    """Return the images of a conversation, in order, and those that are to be fetched.
 
     Raises:
-        APIError: one is not in a data URI. The server fetches nothing.
+        APIError: one is neither in a data URI nor at a URL.
     """
-    images = list[ImageFile]()
+    images, remote = list[ImageFile](), list[RemoteImage]()
     for place, message in enumerate(messages):
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
-            if part["type"] == "image_url":
-                try:
-                    images.append(read_image(part["image_url"]["url"]))
-                except ValueError as error:
-                    path = f"messages[{place}].content[{number}].image_url.url"
-                    raise APIError(400, f"{path}: {error}", param=path) from error
-    return tuple(images)
+            if part["type"] != "image_url":
+                continue
+            url, path = part["image_url"]["url"], f"messages[{place}].content[{number}].image_url"
+            if url.startswith(("http://", "https://")):
+                remote.append(RemoteImage(url, len(images), f"{path}.url"))
+                images.append(b"")
+                continue
+            try:
+                images.append(read_image(url))
+            except ValueError as error:
+                raise APIError(400, f"{path}.url: {error}", param=f"{path}.url") from error
+    return tuple(images), tuple(remote)
 
 
 class _SamplingFields(BaseModel):

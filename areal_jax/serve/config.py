@@ -66,6 +66,26 @@ class LimitsConfig:
 
 
 @chz.chz
+class RemoteImagesConfig:
+    """Images that requests name by an http or https URL; the server fetches them."""
+
+    hosts: tuple[str, ...] = chz.field(
+        default=(),
+        doc="hosts to fetch images from, comma-separated, with or without port, such as "
+        "images.example.com; a name needs public addresses, a private address can be listed "
+        "itself; empty: none",
+    )
+    max_bytes: int = chz.field(
+        validator=POSITIVE, default=4 << 20, doc="maximum size of a fetched image, in bytes (400)"
+    )
+    timeout_s: float = chz.field(
+        validator=POSITIVE,
+        default=10.0,
+        doc="time to fetch all images of a request, in seconds (400)",
+    )
+
+
+@chz.chz
 class ServeConfig:
     model: str = chz.field(
         default="embedded",
@@ -116,3 +136,6 @@ class ServeConfig:
         validator=POSITIVE, default=None, doc="CPU only: pretend to have this many devices"
     )
     limits: LimitsConfig = chz.field(default_factory=LimitsConfig, doc="what clients may ask for")
+    images: RemoteImagesConfig = chz.field(
+        default_factory=RemoteImagesConfig, doc="images that requests name by their URL"
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from areal_jax.serve import anthropic_messages
 from areal_jax.serve.bodies import APIError, read_chat, read_json, read_texts
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -204,12 +205,36 @@ def test_images_are_read_from_data_uris():
     assert asked.generation_params.images == (b"hi",)
 
 
+def test_results_of_tools_have_images_in_two_protocols():
+    uri = "data:image/png;base64,aGk="
+    image = {"type": "image_url", "image_url": {"url": uri}}
+    result = {
+        "role": "tool",
+        "tool_call_id": "1",
+        "content": [{"type": "text", "text": "a"}, image],
+    }
+    asked = chat(messages=[result])
+    content = [{"type": "text", "text": "a"}, {"type": "image"}]
+    assert asked.turns == ({"role": "tool", "content": content, "tool_call_id": "1"},)
+    source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+    blocks = [{"type": "text", "text": "a"}, {"type": "image", "source": source}]
+    used = {"type": "tool_result", "tool_use_id": "1", "content": blocks}
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [used]}]}
+    of_blocks, _ = anthropic_messages.read(body, 10)
+    assert of_blocks.turns == asked.turns
+    assert of_blocks.generation_params.images == asked.generation_params.images == (b"hi",)
+
+
 @pytest.mark.parametrize(
     ("role", "url", "words"),
     [
-        ("user", "https://example.com/a.png", "expected an image as bytes or a data URI"),
+        ("user", "file:///a.png", "expected an image as bytes or a data URI"),
         ("user", "data:image/png;base64,?", "expected a data URI in base64"),
-        ("system", "data:image/png;base64,aGk=", "expected images in messages of the user"),
+        (
+            "system",
+            "data:image/png;base64,aGk=",
+            "expected images in messages of the user and of tools",
+        ),
     ],
 )
 def test_other_images_are_refused(role: str, url: str, words: str):

@@ -342,7 +342,7 @@ USER: Any = {"role": "user", "content": "hi"}
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {
                 "type": "url", "url": "http://x"}}]}]},
-            "expected an image as bytes or a data URI",
+            "expected a data URI, or a URL with http or https of a host in images.hosts (none)",
         ),
     ],
 )  # fmt: skip
