@@ -32,8 +32,10 @@ from areal_jax.models.paged_attention import (
     choose_paged_kernel,
     quantize,
     read_pages,
+    stored_head_dim,
 )
-from areal_jax.models.paged_kernels import gpu_paged_attention, tpu_paged_attention
+from areal_jax.models.paged_kernels import gpu_paged_attention
+from areal_jax.models.tpu_paged_attention import tpu_paged_attention
 from areal_jax.rl.logprobs import token_logprobs
 
 NUM_TOKENS = 2048
@@ -106,14 +108,18 @@ def paged(platform: str, dtype: jnp.dtype) -> Iterator[Case]:
         )
         for kv_dtype in (dtype, jnp.dtype("int8"), jnp.dtype("float8_e4m3fn")):
             is_narrow = kv_dtype != dtype
-            kernel = choose_paged_kernel(platform, head_dim, PAGE_TOKENS, is_narrow=is_narrow)
-            pages = Pages(exact_keys, exact_values)
+            kernel = choose_paged_kernel(platform, head_dim, PAGE_TOKENS)
+            keys, values, key_scales, value_scales = exact_keys, exact_values, None, None
             if is_narrow:
                 keys, key_scales = quantize(exact_keys, kv_dtype)
                 values, value_scales = quantize(exact_values, kv_dtype)
-                pages = Pages(keys, values, key_scales, value_scales)
+            missing = stored_head_dim(kernel, head_dim) - head_dim
+            keys, values = (
+                jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) for x in (keys, values)
+            )
+            pages = Pages(keys, values, key_scales, value_scales)
             with jax.default_matmul_precision("highest"):
-                k, v = read_pages(pages, table, jnp.float32)  # [K, B, S, H]
+                k, v = read_pages(pages, table, jnp.float32, head_dim)  # [K, B, S, H]
                 expected = masked_attention(
                     q[:, None].astype(jnp.float32),
                     k.transpose(1, 0, 3, 2),
@@ -124,7 +130,7 @@ def paged(platform: str, dtype: jnp.dtype) -> Iterator[Case]:
                 case "gpu":
                     found = gpu_paged_attention(q, *pages, table, lengths)
                 case "tpu":
-                    found = tpu_paged_attention(q, pages.keys, pages.values, table, lengths)
+                    found = tpu_paged_attention(q, *pages, table, lengths)
                 case "plain":
                     found = attend_to_pages(q[:, None], pages, table, lengths - 1)[:, 0]
             yield compare(

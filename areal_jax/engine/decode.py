@@ -17,6 +17,7 @@ The file has more than 400 lines because its one class prepares the arguments of
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -61,6 +62,8 @@ from areal_jax.parallel.compilation import (
     compile_programs,
 )
 
+logger = logging.getLogger(__name__)
+
 SHORTEST_SCORE = 64
 """Tokens of the shortest program that scores tokens."""
 
@@ -95,6 +98,18 @@ class DecodeEngine:
         self.compute_dtype, self.kv_dtype = shapes.compute_dtype, shapes.kv_dtype
         self.max_tokens = config.max_tokens
         self.reader: Reader = shapes.reader
+        platform = mesh.devices.flat[0].platform
+        if self.reader == "plain" and platform != "cpu":
+            logger.warning(
+                "slow path part=decoding kernel=plain platform=%s head_dim=%d page_tokens=%d "
+                "kv_dtype=%s: no kernel of paged attention supports these; kernels for GPUs need a "
+                "head size and engine.page_tokens that are powers of two from 16, those for TPUs "
+                "multiples of 8 tokens",
+                platform,
+                policy.config.head_dim,
+                config.page_tokens,
+                self.kv_dtype.name,
+            )
         self.image_reader = image_reader
         """Preprocesses images; None: prompts have none."""
         self.num_shards, self.pages_per_slot = shapes.num_shards, shapes.pages_per_slot

@@ -22,7 +22,12 @@ from areal_jax.models import lora
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.delta_rule import RecurrentState, state_shapes
 from areal_jax.models.moe import ids_dtype
-from areal_jax.models.paged_attention import PAGE_AXES, Pages, choose_paged_kernel
+from areal_jax.models.paged_attention import (
+    PAGE_AXES,
+    Pages,
+    choose_paged_kernel,
+    stored_head_dim,
+)
 from areal_jax.models.vision.tower import ImageFeatures
 from areal_jax.parallel.sharding import (
     ROLLOUT_RULES,
@@ -123,7 +128,7 @@ class DecodeShapes:
             num_heads,
             self.num_shards * self.pages_per_shard,
             self.config.page_tokens,
-            head_dim,
+            stored_head_dim(self.reader, head_dim),
         )
         half = self.array(shape, self.kv_dtype, *PAGE_AXES)
         scales = (
@@ -245,11 +250,9 @@ class DecodeShapes:
         platform = self.mesh.devices.flat[0].platform
         if platform == "cpu":
             return "view"
-        if self.policy.config.latent is not None:
-            return "plain"
-        is_narrow = self.kv_dtype != self.compute_dtype
+        is_latent = self.policy.config.latent is not None
         return choose_paged_kernel(
-            platform, self.policy.config.head_dim, self.config.page_tokens, is_narrow=is_narrow
+            platform, self._cached_heads()[1], self.config.page_tokens, is_latent=is_latent
         )
 
     def _engine_params(self, params: Params, axes: Params) -> EngineParams:

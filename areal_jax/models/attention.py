@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.blocked_attention import ATTENDED, Visibility, blocked_attention
 from areal_jax.models.decoder import Attend
 from areal_jax.models.kernel_attention import TILE, gpu_attention, tpu_attention
@@ -47,6 +48,29 @@ def choose_kernel(platform: str, row_tokens: int) -> Kernel:
             return "tpu"
         case _:
             return "blocked"
+
+
+def find_slow_attention(
+    platform: str, kernel: Kernel, config: ModelConfig, *, shares_prefixes: bool = False
+) -> str:
+    """Return why packed attention of some layers runs without a kernel on an accelerator; empty
+    where all run in one.
+
+    Args:
+        platform: platform of the devices, as named by jax.
+        kernel: see `choose_kernel`.
+        config: architecture.
+        shares_prefixes: whether sequences of a row share tokens.
+    """
+    if platform == "cpu" or kernel == "dense":
+        return ""
+    if shares_prefixes:
+        return "kernels know no shared prefixes; set trainer.share_prefixes=false to use them"
+    if config.traits.has_sinks:
+        return f"the kernel {kernel} supports no attention sinks"
+    if kernel == "gpu" and any(config.sliding_windows):
+        return "the kernel gpu supports no sliding windows"
+    return ""
 
 
 def masked_attention(

@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from areal_jax.models.decoder import Attend
-from areal_jax.models.paged_kernels import gpu_paged_attention, tpu_paged_attention
+from areal_jax.models.paged_kernels import gpu_paged_attention
+from areal_jax.models.tpu_paged_attention import padded_head_dim, tpu_paged_attention
 from areal_jax.parallel.sharding import Rules, on_shards, specs
 
 PagedKernel: TypeAlias = Literal["plain", "gpu", "tpu"]
@@ -36,6 +37,7 @@ class Pages(NamedTuple):
     """KV cache of one layer."""
 
     keys: Shaped[Any, "K P p H"]
+    """With the head size of `stored_head_dim`: numbers after the head's own are 0."""
     values: Any
     """Of the shape of keys. None: keys are also the values (latent attention)."""
     key_scales: Float32[Any, "K P p"] | None = None
@@ -98,6 +100,8 @@ def write_pages(
     rows = jnp.where(new < counts[:, None], rows, K * P * p).reshape(-1)
 
     def put(into: Array, tokens: Array) -> Array:
+        missing = into.shape[-1] - tokens.shape[-1] if into.ndim == 4 else 0
+        tokens = jnp.pad(tokens, (*((0, 0),) * (tokens.ndim - 1), (0, missing)))
         # Along the first dimension: for others, XLA on GPUs transposes all pages and back.
         flat = into.reshape(K * P * p, *into.shape[3:])
         tokens = jnp.moveaxis(tokens, 2, 0).reshape(-1, *tokens.shape[3:])
@@ -119,9 +123,16 @@ def write_pages(
 
 
 def read_pages(
-    pages: Pages, ids: Int[Array, "*B M"], dtype: DTypeLike
+    pages: Pages, ids: Int[Array, "*B M"], dtype: DTypeLike, head_dim: int | None = None
 ) -> tuple[Float[Array, "K *B S H"], Float[Array, "K *B S H"]]:
-    """Read keys and values of pages, concatenated along tokens; without values, keys twice."""
+    """Read keys and values of pages, concatenated along tokens; without values, keys twice.
+
+    Args:
+        pages: KV cache of the layer.
+        ids: numbers of the pages.
+        dtype: type of the result.
+        head_dim: head size; None: as in the pages, with their padding.
+    """
     K, P = pages.keys.shape[:2]
     rows = jnp.arange(K, dtype=jnp.int32).reshape(K, *(1,) * ids.ndim) * P + ids
 
@@ -129,10 +140,10 @@ def read_pages(
         return x.reshape(K * P, *x.shape[2:])[rows]
 
     def read(x: Array, scales: Array | None) -> Array:
-        numbers = gather(x)
+        numbers = gather(x)[..., :head_dim]
         if scales is not None:
             numbers = numbers.astype(jnp.float32) * gather(scales)[..., None]
-        return numbers.astype(dtype).reshape(K, *ids.shape[:-1], -1, x.shape[-1])
+        return numbers.astype(dtype).reshape(K, *ids.shape[:-1], -1, numbers.shape[-1])
 
     keys = read(pages.keys, pages.key_scales)
     return keys, keys if pages.values is None else read(pages.values, pages.value_scales)
@@ -169,7 +180,8 @@ def attend_to_pages(
 
     def add_block(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, weight, weighted = sums
-        k, v = read_pages(pages, jax.lax.dynamic_slice_in_dim(table, j * width, width, 1), q.dtype)
+        ids = jax.lax.dynamic_slice_in_dim(table, j * width, width, 1)
+        k, v = read_pages(pages, ids, q.dtype, H)
         scores = jnp.einsum("btkgh,kbsh->bkgts", q, k, preferred_element_type=jnp.float32)
         ages = positions[:, :, None] - j * width * p - jnp.arange(width * p, dtype=jnp.int32)
         sees = ages >= 0 if window is None else (ages >= 0) & (ages < window)
@@ -204,7 +216,7 @@ def attend_to_pages(
 
 
 def choose_paged_kernel(
-    platform: str, head_dim: int, page_tokens: int, *, is_narrow: bool
+    platform: str, head_dim: int, page_tokens: int, *, is_latent: bool = False
 ) -> PagedKernel:
     """Choose the fastest kernel of paged attention that supports the settings.
 
@@ -212,17 +224,22 @@ def choose_paged_kernel(
         platform: platform of the devices, as named by jax.
         head_dim: head size.
         page_tokens: tokens of a page.
-        is_narrow: whether the KV cache is quantized.
+        is_latent: whether keys are also the values.
     """
     match platform:
-        case "gpu" | "cuda" if all(
+        case "gpu" | "cuda" if not is_latent and all(
             size >= 16 and size.bit_count() == 1 for size in (head_dim, page_tokens)
         ):
             return "gpu"
-        case "tpu" if head_dim % 128 == 0 and page_tokens % 16 == 0 and not is_narrow:
+        case "tpu" if page_tokens % 8 == 0:
             return "tpu"
         case _:
             return "plain"
+
+
+def stored_head_dim(kernel: str, head_dim: int) -> int:
+    """Return the head size of pages that a kernel reads."""
+    return padded_head_dim(head_dim) if kernel == "tpu" else head_dim
 
 
 def sharded_write(
@@ -272,25 +289,10 @@ def paged_attention(
         *,
         window: int | None,
     ) -> Array:
-        match kernel:
-            case "gpu" if pages.values is not None:
-                return gpu_paged_attention(
-                    q[:, 0],
-                    pages.keys,
-                    pages.values,
-                    pages.key_scales,
-                    pages.value_scales,
-                    table,
-                    starts + 1,
-                    window=window,
-                    sinks=sinks,
-                )[:, None]
-            case "tpu" if window is None and sinks is None and pages.values is not None:
-                return tpu_paged_attention(q[:, 0], pages.keys, pages.values, table, starts + 1)[
-                    :, None
-                ]
-            case _:
-                return attend_to_pages(q, pages, table, starts, window, sinks)
+        if kernel == "plain":
+            return attend_to_pages(q, pages, table, starts, window, sinks)
+        attend_last = gpu_paged_attention if kernel == "gpu" else tpu_paged_attention
+        return attend_last(q[:, 0], *pages, table, starts + 1, window=window, sinks=sinks)[:, None]
 
     def attend(
         q: Array,

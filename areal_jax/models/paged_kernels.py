@@ -1,5 +1,5 @@
-"""Kernels of paged attention for one new token per row; they read only pages with tokens of the
-row.
+"""Kernel of paged attention for GPUs, for one new token per row; it reads only pages with tokens of
+the row.
 
 Axes: B rows, N query heads, K key-value heads, G = N / K, H head size, P pages, p tokens of a page,
 M pages of a table, W tokens of a block of pages.
@@ -8,15 +8,12 @@ M pages of a table, W tokens of a block of pages.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.experimental.pallas.ops.tpu.paged_attention import (
-    paged_attention as paged_attention_on_tpu,
-)
 from jaxtyping import Array, Float, Int
 
 BLOCK_TOKENS = 64
@@ -183,22 +180,3 @@ def _attend_to_part(
         start, jnp.minimum(start + blocks_per_part, num_blocks), add_block, none
     )
     out_ref[...], highest_ref[...], weight_ref[...] = out, highest, weight
-
-
-def tpu_paged_attention(
-    q: Float[Array, "B N H"],
-    keys: Float[Array, "K P p H"],
-    values: Float[Array, "K P p H"],
-    table: Int[Array, "B M"],
-    lengths: Int[Array, "B"],
-) -> Float[Array, "B N H"]:
-    """Apply jax's kernel for TPUs; it supports head sizes that are multiples of 128, and no
-    window.
-    """
-    width = max(BLOCK_TOKENS // keys.shape[2], 1)
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
-    q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    return cast(
-        Array,
-        paged_attention_on_tpu(q, keys, values, lengths, table, pages_per_compute_block=width),
-    )

@@ -5,6 +5,7 @@ Axes: B rows, T tokens of a row.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from areal_jax.models import lora
-from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
+from areal_jax.models.attention import (
+    Kernel,
+    choose_kernel,
+    find_slow_attention,
+    sharded_attention,
+)
 from areal_jax.models.blocked_attention import Visibility
 from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
@@ -28,6 +34,8 @@ from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards,
 from areal_jax.rl.distillation import TeacherTargets
 from areal_jax.rl.logprobs import token_logprobs, top_predictions
 from areal_jax.trainer.config import TrainerConfig
+
+logger = logging.getLogger(__name__)
 
 MAX_UNROLLED_LAYERS = 8
 """Largest number of layers that are unrolled. 4 unrolled layers on a CPU take a quarter less time
@@ -170,8 +178,14 @@ class Forward:
         self.replays_router, self.compiler = replays_router, compiler
         self.remat: Remat = config.remat
         self.learns_entropy = config.entropy_coef != 0.0
-        self.kernel: Kernel = choose_kernel(mesh.devices.flat[0].platform, row_tokens)
+        platform = mesh.devices.flat[0].platform
+        self.kernel: Kernel = choose_kernel(platform, row_tokens)
         self.shares_prefixes = shares_prefixes
+        slow = find_slow_attention(
+            platform, self.kernel, policy.config, shares_prefixes=shares_prefixes
+        )
+        if slow:
+            logger.warning("slow path part=training kernel=blocked platform=%s: %s", platform, slow)
         if shares_prefixes and self.kernel != "dense":
             self.kernel = "blocked"  # the other kernels know segments only
         self.rows = config.rows_per_micro_batch * num_shards(mesh, "batch", TRAIN_RULES)

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from areal_jax.models import tpu_paged_attention as tpu
 from areal_jax.models.attention import masked_attention
 from areal_jax.models.paged_attention import (
     Pages,
@@ -18,7 +20,8 @@ from areal_jax.models.paged_attention import (
     read_pages,
     write_pages,
 )
-from areal_jax.models.paged_kernels import gpu_paged_attention, tpu_paged_attention
+from areal_jax.models.paged_kernels import gpu_paged_attention
+from areal_jax.models.tpu_paged_attention import tpu_paged_attention
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -105,9 +108,7 @@ def test_quantized_pages_bound_the_error_by_the_largest_number(dtype: str, most:
 def test_accelerators_use_paged_kernels(platform: str):
     if platform == "cuda" and jax.__version_info__ >= (0, 12):
         pytest.skip("since jax 0.12, GPU kernels can be lowered on GPUs only")
-    assert choose_paged_kernel(platform, 128, 16, is_narrow=False) == (
-        "gpu" if platform == "cuda" else "tpu"
-    )
+    assert choose_paged_kernel(platform, 128, 16) == ("gpu" if platform == "cuda" else "tpu")
     q, page = (
         jax.ShapeDtypeStruct((8, 12, 128), jnp.bfloat16),
         jax.ShapeDtypeStruct((2, 64, 16, 128), jnp.bfloat16),
@@ -117,16 +118,14 @@ def test_accelerators_use_paged_kernels(platform: str):
         jax.ShapeDtypeStruct(page.shape[:-1], jnp.float32),
     )
     table, lengths = jax.ShapeDtypeStruct((8, 30), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
-    if platform == "tpu":
-        calls = [(tpu_paged_attention, (q, page, page, table, lengths))]
-    else:
-        kernel = lambda q, k, v, ks, vs, table, n: gpu_paged_attention(  # noqa: E731
-            q, k, v, ks, vs, table, n, window=100
-        )
-        calls = [
-            (kernel, (q, page, page, None, None, table, lengths)),
-            (kernel, (q, narrow, narrow, scale, scale, table, lengths)),
-        ]
+    attend = gpu_paged_attention if platform == "cuda" else tpu_paged_attention
+    kernel = lambda q, k, v, ks, vs, table, n: attend(  # noqa: E731
+        q, k, v, ks, vs, table, n, window=100
+    )
+    calls = [
+        (kernel, (q, page, page, None, None, table, lengths)),
+        (kernel, (q, narrow, narrow, scale, scale, table, lengths)),
+    ]
     for function, shapes in calls:
         lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
         assert (
@@ -135,9 +134,46 @@ def test_accelerators_use_paged_kernels(platform: str):
 
 
 def test_unsupported_sizes_use_the_plain_path():
-    assert choose_paged_kernel("cpu", 128, 16, is_narrow=False) == "plain"
-    assert choose_paged_kernel("cuda", 80, 16, is_narrow=False) == "plain"
-    assert choose_paged_kernel("tpu", 128, 16, is_narrow=True) == "plain"
+    assert choose_paged_kernel("cpu", 128, 16) == "plain"
+    assert choose_paged_kernel("cuda", 80, 16) == "plain"
+    assert choose_paged_kernel("cuda", 128, 16, is_latent=True) == "plain"
+    assert choose_paged_kernel("tpu", 128, 12) == "plain"
+    assert choose_paged_kernel("tpu", 80, 16, is_latent=True) == "tpu"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "is_latent"),
+    [
+        pytest.param("float32", None, False, marks=pytest.mark.slow),
+        ("int8", 50, False),
+        pytest.param("float8_e4m3fn", None, True, marks=pytest.mark.slow),
+    ],
+)
+def test_tpu_paged_kernel_matches_the_plain_path(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, window: int | None, is_latent: bool
+) -> None:
+    # Blocks of four pages: of the longest row, several; between rows, the next one's is copied.
+    monkeypatch.setattr(tpu, "BLOCK_NUMBERS", 4 * K * PAGE * tpu.LANES)
+    shape, narrow = (K, P, PAGE, tpu.padded_head_dim(H)), dtype != "float32"
+    waste = jnp.full(shape, 100, dtype)
+    scales = jnp.ones(shape[:-1]) if narrow else None
+    empty = Pages(waste, None, scales) if is_latent else Pages(waste, waste, scales, scales)
+    lengths, sinks = jnp.asarray(LENGTHS), jnp.asarray(rng.normal(size=N), jnp.float32)
+    stored = write_pages(
+        empty, KEYS, None if is_latent else VALUES, TABLE, jnp.zeros(B, jnp.int32), lengths
+    )
+    q = jnp.asarray(rng.normal(size=(B, 1, N, H)), jnp.float32)
+    expected = attend_to_pages(q, stored, TABLE, lengths - 1, window, sinks)
+    found = tpu_paged_attention(
+        q[:, 0],
+        *stored,
+        TABLE,
+        lengths,
+        window=window,
+        sinks=sinks,
+        interpret=pltpu.InterpretParams(),
+    )
+    np.testing.assert_allclose(found[:, None], expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [None, 40])
