@@ -226,6 +226,8 @@ class Request:
     """Receives tokens before the request is complete."""
     images: tuple[bytes, ...] = ()
     """Content of the image files of the prompt's image tokens, in order."""
+    adapter: int = 0
+    """Place of the adapter that samples, in an engine with several."""
 
 
 def derive_seed(seed: int, name: str) -> int:

@@ -2,13 +2,14 @@
 get alone?
 
     python -m pip install -e ".[tinker]"
-    python benchmarks/tinker_soak.py [--seconds=1800] [--kill-every=60]
+    python benchmarks/tinker_soak.py [--seconds=1800] [--kill-every=60] [--replay-seconds=1800]
 
 Each tenant trains an adapter of the embedded policy with Tinker's client (forward_backward,
 optim_step, new sampler, two samples) and cancels a sampling request now and then. SIGKILL ends the
-server at intervals, and the same command starts it again. Afterwards each tenant repeats its steps
-alone, on another server that nobody kills: all log-probs, gradient norms and samples must have the
-same bits. Appends one line to benchmarks/results/tinker_soak.jsonl.
+server at intervals, and the same command starts it again; its memory is read before each kill.
+Afterwards each tenant repeats its steps alone, on another server that nobody kills, for a third of
+the replay's time: all log-probs, gradient norms and samples must have the same bits. Appends one
+line to benchmarks/results/tinker_soak.jsonl.
 """
 
 # pyright: reportMissingImports=false
@@ -28,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import psutil
 import tinker
 from results import append
 from tinker import types
@@ -38,7 +40,7 @@ PARAMS = types.SamplingParams(max_tokens=32, seed=1, stop=[])
 SETTINGS = (
     *("engine.num_slots=8", "engine.max_prompt_tokens=32", "engine.max_new_tokens=32"),
     *("remat=none", "max_tokens=64", f"api_key={KEY}", "limits.snapshot_period_s=10"),
-    *("limits.max_resident_models=2", "limits.max_engines=2"),
+    "limits.max_resident_models=2",
 )
 
 
@@ -60,6 +62,10 @@ class Server:
         )
         assert self._process.stdout is not None
         assert "trains at" in self._process.stdout.readline()
+
+    def rss_mib(self) -> float:
+        """Return the resident memory of the process, in MiB."""
+        return psutil.Process(self._process.pid).memory_info().rss / 2**20
 
     def kill(self) -> None:
         self._process.kill()
@@ -124,9 +130,11 @@ class Tenant:
             return json.loads(response.read())
 
 
-def soak(run_folder: str, seconds: float, kill_every_s: float) -> tuple[list[Tenant], int]:
-    """Let all tenants train while the server is killed; return them and the number of kills."""
-    server, stop, num_kills = Server(run_folder), threading.Event(), 0
+def soak(run_folder: str, seconds: float, kill_every_s: float) -> tuple[list[Tenant], list[float]]:
+    """Let all tenants train while the server is killed; return them, and the server's memory before
+    each kill and at the end, in MiB.
+    """
+    server, stop, memory = Server(run_folder), threading.Event(), list[float]()
     tenants = [Tenant(server.url, number) for number in range(len(RANKS))]
 
     def run(tenant: Tenant) -> None:
@@ -138,39 +146,53 @@ def soak(run_folder: str, seconds: float, kill_every_s: float) -> tuple[list[Ten
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 0 and not any(f.done() for f in running):
             time.sleep(min(kill_every_s, left_s))
+            memory.append(server.rss_mib())
             if time.monotonic() < end_s:
                 server.kill()
-                num_kills += 1
                 server.start()
         stop.set()
         for each in running:
             each.result()
     server.kill()
-    return tenants, num_kills
+    return tenants, memory
+
+
+def replay(url: str, number: int, tenant: Tenant, seconds: float) -> tuple[int, int]:
+    """Repeat a tenant's steps alone; return the number of steps, and of those that differ."""
+    alone, end_s, num_different = Tenant(url, number), time.monotonic() + seconds, 0
+    for expected in tenant.outputs:
+        if time.monotonic() > end_s:
+            break
+        alone.step(cancels=False)
+        num_different += alone.outputs[-1] != expected
+    return len(alone.outputs), num_different
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--kill-every", type=float, default=60.0)
+    parser.add_argument("--replay-seconds", type=float, default=1800.0)
     given = parser.parse_args()
     os.environ["TINKER_TELEMETRY"] = "0"
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        tenants, num_kills = soak(first, given.seconds, given.kill_every)
-        server, num_different = Server(second), 0
-        for number, tenant in enumerate(tenants):
-            alone = Tenant(server.url, number)
-            for expected in tenant.outputs:
-                alone.step(cancels=False)
-                num_different += alone.outputs[-1] != expected
+        tenants, memory = soak(first, given.seconds, given.kill_every)
+        server = Server(second)
+        compared = [
+            replay(server.url, number, tenant, given.replay_seconds / len(tenants))
+            for number, tenant in enumerate(tenants)
+        ]
         server.kill()
+    num_different = sum(different for _, different in compared)
     row = {
         "label": "measured",
         "seconds": given.seconds,
-        "kills": num_kills,
+        "kills": len(memory) - 1,
         "steps": [len(tenant.outputs) for tenant in tenants],
         "cancelled": sum(tenant.num_cancelled for tenant in tenants),
+        "compared_steps": [count for count, _ in compared],
         "different_steps": num_different,
+        "server_rss_mib": [round(each) for each in memory],
     }
     append("tinker_soak", row)
     assert num_different == 0

@@ -50,6 +50,7 @@ SLOT = np.dtype(
         ("rope_offset", np.int32),  # added to the position for RoPE, after images
         ("stops_from", np.int32),  # position from which on a stop token may be sampled
         ("stop_tokens", np.int32, MAX_STOP_TOKENS),  # filled up with -1
+        ("adapter", np.int32),  # in an engine with several
     ]
 )
 """State of one slot. All fields are four bytes wide: slots travel as one integer array."""
@@ -82,6 +83,8 @@ class PrefillChunk(NamedTuple):
     """Slot with the recurrent state after the tokens before them; it gets the one after them."""
     images: ChunkImages | None = None
     """Present if there are images among them or before them, whose tokens are negative."""
+    adapter: int = 0
+    """Adapter that computes them, in an engine with several."""
 
 
 class DecodeOutput(NamedTuple):

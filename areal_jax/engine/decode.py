@@ -90,9 +90,12 @@ class DecodeEngine:
         reader: Reader | None = None,
         image_reader: ImageReader | None = None,
         compiler: Compiler = compile_lowered,
+        num_adapters: int = 0,
     ):
         """Arguments and errors as of `DecodeShapes`; `compiler` compiles the programs."""
-        self.shapes = shapes = DecodeShapes(policy, mesh, config, compute_dtype, reader)
+        self.shapes = shapes = DecodeShapes(
+            policy, mesh, config, compute_dtype, reader, num_adapters
+        )
         self.programs = DecodePrograms(shapes, compiler)
         self.policy, self.mesh, self.config = policy, mesh, config
         self.compute_dtype, self.kv_dtype = shapes.compute_dtype, shapes.kv_dtype
@@ -175,7 +178,8 @@ class DecodeEngine:
     def _keys(self, most: int) -> Iterator[tuple[str, *tuple[int, ...]]]:
         """Yield verb and shape of all programs of the sampling modes up to `most`."""
         shapes = self.shapes
-        yield from (("init",), ("same_weights",), ("copy",))
+        same = "same_adapters" if self.shapes.num_adapters else "same_weights"
+        yield from (("init",), (same,), ("copy",))
         if self.policy.config.linear is not None:
             yield ("copy_states",)
         for length, following in pairwise(shapes.view_lengths):
@@ -405,13 +409,24 @@ class DecodeEngine:
         """Return whether two sets of weights are equal bit for bit, compared on the devices."""
         return bool(self.programs.get("same_weights")(old, new))
 
+    def changed_adapters(self, old: EngineParams, new: EngineParams) -> list[int] | None:
+        """Return the adapters that differ between two sets of weights; without adapters none if all
+        weights are equal, else None.
+        """
+        if not self.shapes.num_adapters:
+            return [] if self.same_weights(old, new) else None
+        is_same = np.asarray(self.programs.get("same_adapters")(old, new))
+        return np.flatnonzero(~is_same).tolist()
+
     def _view_length(self, state: DecodeState) -> int:
         return state.view[0][0].shape[3] - self.config.steps_per_dispatch if state.view else 0
 
     def _prefill_batch(
         self, by_shard: Sequence[Sequence[PrefillChunk]], rows_per_shard: int, length: int
     ) -> tuple[np.ndarray, ...]:
-        """Return tokens, page table, starts, counts and slots of a prefill call."""
+        """Return tokens, page table, starts, counts and slots of a prefill call, and adapters if
+        there are several.
+        """
         rows = rows_per_shard * self.num_shards
         tokens = np.zeros((rows, length), np.int32)
         table = np.zeros((rows, self.pages_per_slot), np.int32)
@@ -419,13 +434,16 @@ class DecodeEngine:
         # Beyond the last slot of a shard where there is no chunk.
         per_shard = self.config.num_slots // self.num_shards
         slots = np.full(rows, per_shard, np.int32)
+        adapters = np.zeros(rows, np.int32)
         for shard, chunks in enumerate(by_shard):
             for row, chunk in enumerate(chunks, shard * rows_per_shard):
                 tokens[row, : len(chunk.tokens)] = np.maximum(chunk.tokens, 0)
                 table[row, : len(chunk.pages)] = chunk.pages
                 starts[row], counts[row] = chunk.start, len(chunk.tokens)
                 slots[row] = per_shard if chunk.slot is None else chunk.slot % per_shard
-        return tokens, table, starts, counts, slots
+                adapters[row] = chunk.adapter
+        several = (adapters,) if self.shapes.num_adapters else ()
+        return tokens, table, starts, counts, slots, *several
 
     def _image_batch(
         self, by_shard: Sequence[Sequence[PrefillChunk]], rows_per_shard: int, length: int

@@ -17,11 +17,12 @@ from jaxtyping import Array, Bool
 
 from areal_jax.engine.batch import SamplingMode
 from areal_jax.engine.decode_shapes import DecodeShapes, shardings_of
-from areal_jax.engine.decode_state import EngineParams
+from areal_jax.engine.decode_state import DecodeState, EngineParams, read_field
 from areal_jax.engine.decode_step import generate
 from areal_jax.engine.decode_view import insert_pages, resize
 from areal_jax.engine.prefill import copy_pages, copy_states, encode, extend, prefill
 from areal_jax.engine.scoring import Scores, score
+from areal_jax.models.adapted import AdapterStack, assign_rows
 from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.sharding import on_shards
 
@@ -58,8 +59,8 @@ class DecodePrograms:
 
         Args:
             verb: `init`, `generate`, `prefill`, `extend`, `prefill_images`, `extend_images`,
-                `encode`, `copy`, `copy_states`, `insert`, `resize`, `score`, `same_weights` or
-                `same_tower`.
+                `encode`, `copy`, `copy_states`, `insert`, `resize`, `score`, `same_weights`,
+                `same_adapters` or `same_tower`.
             shape: View length and mode of `generate`; rows and tokens of `prefill` and `extend`;
                 patches of `encode`; tokens and view length of `insert`; both lengths of `resize`;
                 tokens of `score`.
@@ -83,6 +84,8 @@ class DecodePrograms:
                 if verb.endswith("_images"):
                     arguments += shapes.images(rows, length)
                 run = partial(prefill if verb.startswith("prefill") else extend, shapes)
+                if shapes.num_adapters:
+                    run = partial(_run_with_adapters, run)
                 experts = None
                 if shapes.config.router_replay:
                     size = shapes.experts(rows, length)
@@ -134,6 +137,9 @@ class DecodePrograms:
             case ("same_tower",):
                 tower = shapes.params["vision"]
                 return _lower(_equal_bits, (tower, tower), shapes.array((), jnp.int32))
+            case ("same_adapters",):
+                flags = shapes.array((shapes.num_adapters,), jnp.bool_)
+                return _lower(_equal_adapters, (shapes.params, shapes.params), flags)
             case ("same_weights",):
                 scalar = shapes.array((), jnp.int32)
                 return _lower(_equal_bits, (shapes.params, shapes.params), scalar)
@@ -148,14 +154,22 @@ class DecodePrograms:
             size = (num_slots, shapes.config.max_tokens)
             sequences = (shapes.array(size, jnp.int32, "slots"),)
         arguments = shapes.params, state, *sequences
-        return _lower(partial(generate, shapes, mode), arguments, (state, packed), donate=1)
+
+        def run(params: EngineParams, state: DecodeState, *sequences: Array) -> Any:
+            adapters, active = (read_field(state.slots, each) for each in ("adapter", "active"))
+            own = assign_rows(params, adapters, active > 0)
+            return generate(shapes, mode, own, state, *sequences)
+
+        plain = partial(generate, shapes, mode)
+        function = run if shapes.num_adapters else plain
+        return _lower(function, arguments, (state, packed), donate=1)
 
     def _prefill_arguments(self, rows: int, length: int) -> tuple[Any, ...]:
         shapes = self._shapes
         tokens = shapes.array((rows, length), jnp.int32, "batch")
         table = shapes.array((rows, shapes.pages_per_slot), jnp.int32, "batch")
         span = shapes.array((rows,), jnp.int32, "batch")
-        return tokens, table, span, span, span
+        return tokens, table, *[span] * (4 if shapes.num_adapters else 3)
 
     def _lower_on_shards(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any
@@ -167,15 +181,38 @@ class DecodePrograms:
         return _lower(on_shards(function, self._shapes.mesh, ins, out), arguments, result, donate=0)
 
 
-def _equal_bits(old: EngineParams, new: EngineParams) -> Bool[Array, ""]:
-    def equal(a: Array, b: Array) -> Array:
-        # As integers: nan equals itself, and -0 is not 0.
-        bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
-        return (
-            jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits)
-        ).all()
+def _run_with_adapters(
+    run: Callable[..., Any], params: EngineParams, kept: Any, *batch: Array
+) -> Any:
+    """Prefill rows whose adapters are the last array of the batch."""
+    own, adapters = batch[:-1], batch[-1]
+    counts = own[3]
+    return run(assign_rows(params, adapters, counts > 0), kept, *own)
 
-    return jnp.stack(jax.tree.leaves(jax.tree.map(equal, old, new))).all()
+
+def _equal_bits(old: EngineParams, new: EngineParams) -> Bool[Array, ""]:
+    equal = jax.tree.map(lambda a, b: _same_bits(a, b).all(), old, new)
+    return jnp.stack(jax.tree.leaves(equal)).all()
+
+
+def _equal_adapters(old: EngineParams, new: EngineParams) -> Bool[Array, "_"]:
+    """Compare each adapter; the base is frozen."""
+
+    def equal(old: Any, new: Any) -> Any:
+        if not isinstance(old, AdapterStack):
+            return None
+        pairs = ((old.a, new.a), (old.b, new.b), (old.scale, new.scale))
+        same = [_same_bits(*pair).reshape(len(pair[0]), -1).all(1) for pair in pairs]
+        return jnp.stack(same).all(0)
+
+    found = jax.tree.map(equal, old, new, is_leaf=lambda node: isinstance(node, AdapterStack))
+    return jnp.stack(jax.tree.leaves(found)).all(0)
+
+
+def _same_bits(a: Array, b: Array) -> Bool[Array, "..."]:
+    # As integers: nan equals itself, and -0 is not 0.
+    bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits)
 
 
 def _lower(

@@ -62,6 +62,8 @@ class DecodeShapes:
         param_shardings: Shardings of `lay_out_params` (of the adapter, if the policy has one): what
             a weight channel delivers.
         base_shardings: Shardings of the frozen parameters of an adapter.
+        adapters: Shapes and shardings of the factors of several adapters, [A, ...]; None without.
+        scales: Shape of their scales, [A].
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class DecodeShapes:
         config: EngineConfig,
         compute_dtype: DTypeLike,
         reader: Reader | None = None,
+        num_adapters: int = 0,
     ):
         """
         Args:
@@ -79,6 +82,8 @@ class DecodeShapes:
             config: Slots, lengths and KV cache.
             compute_dtype: Data type of activations and matrices.
             reader: Source of keys and values; None: the fastest one for the mesh's devices.
+            num_adapters: Adapters of the policy's shape that sequences choose from; 0: the
+                parameters have no `AdapterStack`.
 
         Raises:
             ValueError: Slots are not divisible by the data shards, or no sequence fits into the KV
@@ -111,9 +116,18 @@ class DecodeShapes:
         trained = (
             self._engine_params(lora.abstract(policy), lora.axes(policy)) if policy.lora else whole
         )
+        self.num_adapters = num_adapters
+        self.adapters, self.scales = None, self.array((num_adapters,), jnp.float32)
         self.params = lora.attach(policy, whole, trained) if policy.lora else whole
+        if num_adapters:
+            self.adapters = jax.tree.map(self._stacked, trained)
+            self.params = lora.attach_stack(whole, self.adapters, self.scales)
         self.param_shardings = shardings_of(trained)
         self.base_shardings = shardings_of(whole)
+
+    def _stacked(self, leaf: Any) -> Any:
+        how = NamedSharding(self.mesh, PartitionSpec(None, *leaf.sharding.spec))
+        return jax.ShapeDtypeStruct((self.num_adapters, *leaf.shape), leaf.dtype, sharding=how)
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike, *axes: str | None) -> Any:
         """Return the shape of an array that is sharded along logical axes."""

@@ -25,8 +25,8 @@ from areal_jax.models.paged_attention import PagedKernel, Pages
 
 EngineParams: TypeAlias = dict[str, Any]
 """Result of `lay_out_params`: `layers` is a tuple of L trees instead of one stacked tree. With an
-adapter, matrices are `Adapted` and never merged: an update smaller than half a step of bfloat16
-would be lost."""
+adapter, matrices are `Adapted`, with several `AdapterStack`, and never merged: an update smaller
+than half a step of bfloat16 would be lost."""
 
 View: TypeAlias = tuple[tuple[Array, Array | None], ...]
 """Keys [S, K, H, n + C] and values [S, K, n + C, H] of each layer, as attention reads them: first n

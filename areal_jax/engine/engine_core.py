@@ -69,13 +69,14 @@ class EngineCore:
         num_recomputed = 0
         # Equal weights leave every page as it is, so that such a swap changes no output bit.
         engine, scheduler = self._engine, self.scheduler
-        holds_any = scheduler.cache.holds_any
         if self.images is not None:
             self._keep_images(self.images, old.params, newest.params)
-        if holds_any and not engine.same_weights(old.params, newest.params):
-            sequences = scheduler.invalidate(keep=engine.config.on_update == "keep")
-            if sequences:
-                num_recomputed = self._rebuild(sequences)
+        if scheduler.cache.holds_any:
+            changed = engine.changed_adapters(old.params, newest.params)
+            if changed is None or changed:
+                keep = engine.config.on_update == "keep"
+                sequences = scheduler.invalidate(keep=keep, adapters=changed)
+                num_recomputed = self._rebuild(sequences) if sequences else 0
         end_s = time.perf_counter()
         self.stop_gap_timer()
         self._metrics.count("swaps", 1)

@@ -9,7 +9,7 @@ Axes: S slots, T tokens of a sequence.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 from jaxtyping import Int32
@@ -201,27 +201,30 @@ class Scheduler:
                 self._dequeue(group)
         sequence.finish(reason)
 
-    def invalidate(self, *, keep: bool) -> list[Sequence]:
+    def invalidate(self, *, keep: bool, adapters: Collection[int] | None = None) -> list[Sequence]:
         """Invalidate what earlier weights have computed.
 
         Args:
             keep: whether running sequences keep their pages.
+            adapters: adapters whose weights have changed; None: all weights.
 
         Returns:
             The running sequences whose pages must be rebuilt.
         """
-        running = [self.running[slot] for slot in self.slots.live()]
+        live = (self.running[slot] for slot in self.slots.live())
+        running = [s for s in live if adapters is None or s.request.adapter in adapters]
         if self.experts is not None:
             for sequence in running:
                 self.experts.record(sequence)
-        self.close_prompts()
-        self.cache.invalidate(running if keep else ())
+        self.close_prompts(adapters)
+        self.cache.invalidate(running if keep else (), adapters, running)
         return [] if keep else running
 
-    def close_prompts(self) -> None:
-        """Close the shared prefills of all waiting groups."""
+    def close_prompts(self, adapters: Collection[int] | None = None) -> None:
+        """Close the shared prefills of all waiting groups, or of those with these adapters."""
         for group in self.waiting.values():
-            self.cache.close_prompts(group.prompts)
+            if adapters is None or group.request.adapter in adapters:
+                self.cache.close_prompts(group.prompts)
 
     def _dequeue(self, group: SequenceGroup) -> None:
         self.cache.close_prompts(group.prompts)

@@ -46,6 +46,8 @@ class PrefillJob:
     """
     is_open: bool = True
     """Of a prompt: whether more sequences may join."""
+    adapter: int = 0
+    """Adapter that computes them."""
 
 
 @dataclass(eq=False, slots=True)

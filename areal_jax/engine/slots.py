@@ -59,7 +59,7 @@ class SlotTable:
         for name in _COPIED_FIELDS:
             record[name] = getattr(sampling, name)
         record["num_prompt_tokens"] = len(request.prompt_tokens)
-        record["rope_offset"] = sequence.rope_offset
+        record["rope_offset"], record["adapter"] = sequence.rope_offset, request.adapter
         record["stops_from"] = len(request.prompt_tokens) + sampling.min_new_tokens
         stop_tokens = np.full(MAX_STOP_TOKENS, -1, np.int32)
         stop_tokens[: len(sampling.stop_token_ids)] = sampling.stop_token_ids

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from areal_jax.models import rope
 from areal_jax.models.activations import gated
+from areal_jax.models.adapted import AnyAdapted, add_update
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.blocked_attention import ATTENDED
 from areal_jax.models.config import LoRA, Remat
@@ -65,23 +66,6 @@ class Attend(Protocol):
         sinks: Array | None = None,
         /,
     ) -> tuple[Array, LayerCache]: ...
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=("w", "a", "b"), meta_fields=("scale",))
-@dataclass(frozen=True)
-class Adapted:
-    """A matrix with an unmerged low-rank update: x · w + scale · (x · a) · b (LoRA,
-    arXiv:2106.09685).
-
-    A pytree node: its leaves are arrays, or properties of arrays such as shardings.
-    """
-
-    w: Any
-    a: Any
-    """[inputs of w, rank]."""
-    b: Any
-    """[rank, outputs of w]."""
-    scale: float
 
 
 class Policy:
@@ -168,7 +152,7 @@ class Policy:
 
         Args:
             params: parameters with stacked layers, or with `unroll` also as returned by `unstack`;
-                a matrix of a layer may be `Adapted`.
+                a matrix of a layer may have the update of an adapter (`models/adapted.py`).
             tokens: token ids.
             positions: position of each token in its own sequence, for RoPE; of images [B, T, 3]
                 with time, row and column.
@@ -743,17 +727,21 @@ _LATENT_EPS = 1e-6
 
 
 def _with_matrix(
-    x: Float[Array, "B T N _"], w: Array | Adapted, outputs: slice, *, is_transposed: bool
+    x: Float[Array, "B T N _"], w: Array | AnyAdapted, outputs: slice, *, is_transposed: bool
 ) -> Float[Array, "B T N _"]:
     """Multiply each head by its own part w[:, head, outputs], or by the transpose of it."""
-    if isinstance(w, Adapted):
+    if isinstance(w, AnyAdapted):
+
+        def update(x: Array, a: Array, b: Array, scale: Any) -> Array:
+            a, b = a.astype(x.dtype), b[..., outputs].astype(x.dtype)
+            if is_transposed:
+                product = jnp.einsum("btnk,rk->btnr", jnp.einsum("btnh,knh->btnk", x, b), a)
+            else:
+                product = jnp.einsum("btnk,knh->btnh", jnp.einsum("btnr,rk->btnk", x, a), b)
+            return scale * product
+
         base = _with_matrix(x, w.w, outputs, is_transposed=is_transposed)
-        a, b = w.a.astype(x.dtype), w.b[..., outputs].astype(x.dtype)
-        if is_transposed:
-            update = jnp.einsum("btnk,rk->btnr", jnp.einsum("btnh,knh->btnk", x, b), a)
-        else:
-            update = jnp.einsum("btnk,knh->btnh", jnp.einsum("btnr,rk->btnk", x, a), b)
-        return base + w.scale * update
+        return add_update(base, x, w, update)
     part = w[..., outputs].astype(x.dtype)
     return jnp.einsum("btnh,rnh->btnr" if is_transposed else "btnr,rnh->btnh", x, part)
 
@@ -853,12 +841,16 @@ def _embed(
 
 
 def _product(
-    x: Float[Array, "B T I"], w: Array | Adapted | ShardedMatrix, num_inputs: int = 1
+    x: Float[Array, "B T I"], w: Array | AnyAdapted | ShardedMatrix, num_inputs: int = 1
 ) -> Float[Array, "B T ..."]:
     """Compute x · w over the first `num_inputs` dimensions of w, which are flattened in x."""
-    if isinstance(w, Adapted):
-        # The scale is applied to the low-rank product, which is small.
-        return _product(x, w.w, num_inputs) + _product(w.scale * _product(x, w.a, num_inputs), w.b)
+    if isinstance(w, AnyAdapted):
+
+        def update(x: Array, a: Array, b: Array, scale: Any) -> Array:
+            # The scale is applied to the low-rank product, which is small.
+            return _product(scale * _product(x, a, num_inputs), b)
+
+        return add_update(_product(x, w.w, num_inputs), x, w, update)
     if isinstance(w, ShardedMatrix):
         flat = w.w.reshape(math.prod(w.w.shape[:num_inputs]), -1)
         product: Array = sharded_product(x, flat, w.shards)

@@ -28,10 +28,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from areal_jax.json_files import read_json
 from areal_jax.metrics.files import add_file_name
 from areal_jax.models import hf
+from areal_jax.models.adapted import Adapted, AdaptedRows, AdapterStack
 from areal_jax.models.config import ADAPTER_CONFIG as CONFIG
 from areal_jax.models.config import LoRA, Target
 from areal_jax.models.config_keys import Only, Rule, check_keys
-from areal_jax.models.decoder import Adapted, Params, Policy
+from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import fetch, put
 
 WEIGHTS = "adapter_model.safetensors"
@@ -195,15 +196,75 @@ def attach(policy: Policy, base: Params, adapter: Params) -> Params:
         adapter: the adapter, with layers in the same form.
     """
     scale = _lora(policy).scale
+    return _attached(base, adapter, lambda w, a, b: Adapted(w, a, b, scale))
 
-    def walk(base: Any, adapter: Any) -> Any:
-        if isinstance(base, dict):
-            return base | {name: walk(base[name], inner) for name, inner in adapter.items()}
-        if isinstance(base, tuple):
-            return tuple(walk(*pair) for pair in zip(base, adapter, strict=True))
-        return Adapted(base, adapter["a"], adapter["b"], scale)
 
-    return walk(base, adapter)
+def attach_rows(base: Params, adapters: Params, scales: Float[Array, "B"]) -> Params:
+    """Combine base and an adapter for each row of a batch into parameters for the decoder.
+
+    Args:
+        base: parameters of the base; layers stacked.
+        adapters: factors [B, L, ...].
+        scales: scale of each row's adapter.
+    """
+
+    def join(w: Any, a: Array, b: Array) -> AdaptedRows:
+        # Layers come first, because the decoder scans over them.
+        by_layer = jnp.broadcast_to(scales, (a.shape[1], len(scales)))
+        return AdaptedRows(w, jnp.moveaxis(a, 1, 0), jnp.moveaxis(b, 1, 0), by_layer)
+
+    return _attached(base, adapters, join)
+
+
+def attach_stack(base: Params, adapters: Params, scales: Any) -> Params:
+    """Combine base and several adapters into parameters, for `assign_rows`.
+
+    Args:
+        base: parameters of the base, with `layers` as a tuple.
+        adapters: factors [A, ...], with layers as a tuple.
+        scales: scale of each adapter, [A].
+    """
+    return _attached(base, adapters, lambda w, a, b: AdapterStack(w, a, b, scales))
+
+
+def _attached(base: Any, adapter: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
+    if isinstance(base, dict):
+        return base | {n: _attached(base[n], inner, join) for n, inner in adapter.items()}
+    if isinstance(base, tuple):
+        return tuple(_attached(*pair, join) for pair in zip(base, adapter, strict=True))
+    return join(base, adapter["a"], adapter["b"])
+
+
+def pad(adapter: Params, like: Params) -> Params:
+    """Pad an adapter with zeros to the rank and the matrices of another, which changes no update.
+
+    Args:
+        adapter: factors.
+        like: leaves with shapes, which no dimension of the adapter exceeds.
+    """
+
+    def walk(found: Any, like: Any) -> Any:
+        if isinstance(like, dict):
+            return {name: walk((found or {}).get(name), inner) for name, inner in like.items()}
+        if isinstance(like, tuple):
+            return tuple(walk(*pair) for pair in zip(found, like, strict=True))
+        if found is None:
+            return jnp.zeros(like.shape, like.dtype)
+        sizes = zip(found.shape, like.shape, strict=True)
+        return jnp.pad(found, [(0, most - size) for size, most in sizes])
+
+    return walk(adapter, like)
+
+
+def cut(adapter: Params, like: Params) -> Params:
+    """Return the part of a padded adapter that has these shapes; the inverse of `pad`."""
+
+    def walk(found: Any, like: Any) -> Any:
+        if isinstance(like, dict):
+            return {name: walk(found[name], inner) for name, inner in like.items()}
+        return found[tuple(slice(size) for size in like.shape)]
+
+    return walk(adapter, like)
 
 
 def merge(policy: Policy, base: Params, adapter: Params) -> Params:

@@ -69,7 +69,9 @@ async def training_service(config: TinkerConfig, journal: Journal) -> AsyncItera
     backend = TrainingBackend(policy, params, train_mesh, dtype, config, name)
 
     def make_engine(shape: LoRA | None) -> DecodeEngine:
-        return DecodeEngine(Policy(policy.config, shape), rollout_mesh, config.engine, dtype)
+        num_adapters = 0 if shape is None else config.limits.max_adapters
+        adapted = Policy(policy.config, shape)
+        return DecodeEngine(adapted, rollout_mesh, config.engine, dtype, num_adapters=num_adapters)
 
     with config_errors():
         if problems := list(find_too_long(make_engine(None), f"model={config.model}")):
@@ -86,7 +88,8 @@ async def training_service(config: TinkerConfig, journal: Journal) -> AsyncItera
 
     pool = EnginePool(
         make_engine,
-        (lambda _: base_weights()) if config.lora else (lambda _: None),
+        backend.bucket,
+        base_weights if config.lora else lambda: None,
         load_sampler,
         config.limits.max_engines,
     )

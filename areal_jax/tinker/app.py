@@ -14,7 +14,7 @@ from areal_jax.serve.bodies import APIError, read_json, require_key
 from areal_jax.tinker import bodies
 from areal_jax.tinker.config import TinkerLimits
 from areal_jax.tinker.messages import sample_to_json
-from areal_jax.tinker.service import Service
+from areal_jax.tinker.service import QueueFull, Service
 from areal_jax.tinker.training_queue import Unknown
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class App:
         router.add_get("/api/v1/samplers/{sampler}", self._sampler)
         router.add_get("/api/v1/sessions", self._sessions)
         router.add_get("/api/v1/sessions/{session}", self._session)
+        router.add_post("/api/v1/sessions/{session}/finish", self._finish_session)
         router.add_get("/api/v1/training_runs", self._training_runs)
         router.add_get("/api/v1/training_runs/{model}", self._training_run)
         router.add_get("/api/v1/training_runs/{model}/checkpoints", self._checkpoints)
@@ -95,7 +96,9 @@ class App:
                 logger.exception("%s %s failed", request.method, request.path)
             category = "server" if status >= 500 else "user"
             headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else {}
-            fields = {"error": message, "detail": message, "category": category}
+            fields: dict[str, Any] = {"error": message, "detail": message, "category": category}
+            if isinstance(error, QueueFull):
+                fields |= error.state
             return web.json_response(fields, status=status, headers=headers)
 
     def _refusal(self, error: Exception) -> tuple[int, str]:
@@ -207,6 +210,10 @@ class App:
 
     async def _session(self, request: web.Request) -> web.Response:
         return web.json_response(self._service.session(request.match_info["session"]))
+
+    async def _finish_session(self, request: web.Request) -> web.Response:
+        await self._read(request)
+        return web.json_response(self._service.finish_session(request.match_info["session"]))
 
     async def _training_runs(self, request: web.Request) -> web.Response:
         return web.json_response(self._service.catalog.training_runs(*_page(request)))

@@ -111,6 +111,8 @@ class SamplingParams(Body):
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """An extension of this server."""
 
 
 class Sample(Body):

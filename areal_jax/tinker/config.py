@@ -48,13 +48,23 @@ class TinkerLimits:
         default=4096,
         doc="unfinished sampling requests of a session; one more is refused (429)",
     )
+    max_resamples: int = chz.field(
+        validator=NOT_NEGATIVE,
+        default=3,
+        doc="tries to sample again what is older than a request's max_staleness; then it fails",
+    )
     max_samples: int = chz.field(
         validator=POSITIVE, default=128, doc="num_samples of a sampling request"
     )
     max_models: int = chz.field(
         validator=POSITIVE,
         default=32,
-        doc="models of all sessions that are not unloaded; one more is refused",
+        doc="models of all sessions that are not unloaded; one more is refused (429)",
+    )
+    max_models_of_session: int = chz.field(
+        validator=POSITIVE,
+        default=16,
+        doc="models of a session that are not unloaded; one more is refused (429)",
     )
     max_resident_models: int = chz.field(
         validator=POSITIVE,
@@ -62,10 +72,23 @@ class TinkerLimits:
         doc="models whose adapter and optimizer state are in device memory; the least recently "
         "used one moves to the host",
     )
-    max_engines: int = chz.field(
+    max_batched_models: int = chz.field(
         validator=POSITIVE,
         default=4,
-        doc="decode engines, each with a KV cache and one adapter at a time; further adapters wait",
+        doc="adapters in one batch of forward_backward; each program has room for so many beside "
+        "each other",
+    )
+    max_engines: int = chz.field(
+        validator=POSITIVE,
+        default=2,
+        doc="decode engines, each with a KV cache and adapters of one bucket of ranks (8, 16, 32, "
+        "...); adapters of further buckets wait",
+    )
+    max_adapters: int = chz.field(
+        validator=POSITIVE,
+        default=8,
+        doc="adapters in the memory of a decode engine, which samples from all of them in one "
+        "batch; further adapters wait",
     )
     max_rank: int = chz.field(validator=POSITIVE, default=128, doc="largest rank of an adapter")
     max_losses: int = chz.field(
@@ -82,6 +105,12 @@ class TinkerLimits:
         validator=POSITIVE,
         default=20.0,
         doc="time that retrieve_future waits for a result, in seconds; the client allows 45",
+    )
+    idle_timeout_s: float = chz.field(
+        validator=POSITIVE,
+        default=300.0,
+        doc="time without use, in seconds, after which a model moves to the host and a decode "
+        "engine ends; the next request brings either back",
     )
     session_timeout_s: float = chz.field(
         validator=POSITIVE,

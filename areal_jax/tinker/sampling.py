@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -14,11 +15,20 @@ from jaxtyping import Float32, Int32
 
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.errors import EngineStopped, InvalidRequest
-from areal_jax.records import Completion, OnProgress, Progress, Request, Sampling, derive_seed
+from areal_jax.records import (
+    Completion,
+    OnProgress,
+    Progress,
+    Request,
+    Sampling,
+    derive_seed,
+    empty_completion,
+)
 from areal_jax.serve.detokenizer import StreamDetokenizer
 from areal_jax.tinker.bodies import Sample, read_body
 from areal_jax.tinker.config import TinkerConfig
 from areal_jax.tinker.engine_pool import EnginePool, Seat
+from areal_jax.tinker.fairness import FairQueue
 from areal_jax.tinker.futures import Futures, error_result
 from areal_jax.tinker.journal import RequestRow
 from areal_jax.tinker.messages import SampledTokens, sample_response
@@ -50,17 +60,34 @@ class SamplingRequests:
     config: TinkerConfig
     score: ScorePrompt
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """Tasks by request."""
+    """Tasks by request, whose id starts with that of the session."""
+    num_unfinished: Counter[str] = field(default_factory=Counter)
+    """Unfinished requests by session."""
+
+    def __post_init__(self) -> None:
+        # As many again as decode wait in the engines, so that a free slot never waits.
+        num_slots = self.config.engine.num_slots
+        self._turns = FairQueue(lambda: 2 * num_slots * max(1, self.pool.num_engines))
 
     def start(self, row: RequestRow, path: str) -> None:
         """Answer a request with the weights of a path."""
+        session = _session_of(row.id)
         task = asyncio.get_running_loop().create_task(self._answer(row, path))
         self.running[row.id] = task
-        task.add_done_callback(lambda _: self.running.pop(row.id, None))
+        self.num_unfinished[session] += 1
 
-    def num_running(self, owner: str) -> int:
-        """Return the number of unfinished requests of a sampler."""
-        return sum(request.startswith(f"{owner}:") for request in self.running)
+        def forget(_: object) -> None:
+            del self.running[row.id]
+            self.num_unfinished[session] -= 1
+            if not self.num_unfinished[session]:
+                del self.num_unfinished[session]
+
+        task.add_done_callback(forget)
+
+    def end_session(self, session: str) -> None:
+        """Cancel the unfinished requests of a session."""
+        for request in [each for each in self.running if _session_of(each) == session]:
+            self.cancel(request)
 
     def cancel(self, request: str) -> None:
         """Cancel a request, if it is unfinished."""
@@ -85,7 +112,6 @@ class SamplingRequests:
             result = error_result(str(error), "server")
         except EngineStopped as error:
             logger.error("the decode engine stopped: %s", error)
-            self.pool.discard(path)
             result = error_result("the decode engine stopped", "server")
         except Exception as error:  # of any class: the client gets it, and others go on
             logger.exception("sampling request %s failed", row.id)
@@ -105,17 +131,22 @@ class SamplingRequests:
             for _ in range(body.num_samples)
         ]
         seed = body.sampling_params.seed
-        async with self.pool.assigned(path) as seat:
+        turn = self._turns.turn(_session_of(row.id), body.num_samples)
+        async with turn, self.pool.assigned(path) as seat:
             request = Request(
                 id=row.id,
                 prompt_tokens=prompt,
                 num_samples=body.num_samples,
                 sampling=sampling,
                 seed=derive_seed(self.config.seed, row.id) if seed is None else seed % (1 << 31),
-                min_version=seat.version,
+                adapter=seat.adapter,
                 on_progress=_end_at_stops(detokenizers) if strings else None,
             )
-            completions = await seat.loop.submit(request)
+            try:
+                completions = await self._submit(request, seat, body.sampling_params.max_staleness)
+            except EngineStopped:
+                self.pool.discard(seat.engine)
+                raise
             sequences = [
                 _sequence(
                     completion,
@@ -133,6 +164,41 @@ class SamplingRequests:
             logp, top_logp = _nan_before(first, logp), _nan_before(first, top_logp)
             top = (np.maximum(ids, 0), top_logp) if num_top else None
         return sample_response(sequences, logp if body.prompt_logprobs else None, top)
+
+    async def _submit(
+        self, request: Request, seat: Seat, max_staleness: int | None
+    ) -> list[Completion]:
+        """Sample, and again what is too old at the end.
+
+        Args:
+            request: the request.
+            seat: the sampler.
+            max_staleness: most optimizer steps between the weights of a token and the sampler's
+                newest ones; None: any number.
+
+        Raises:
+            InvalidRequest: samples are too old each time.
+        """
+        # Finished completions are returned as they are.
+        resume, ages = tuple[Completion, ...](), np.zeros(1)
+        for _ in range(self.config.limits.max_resamples + 1):
+            again = replace(request, min_version=seat.version, resume=resume)
+            completions = await seat.engine.loop.submit(again)
+            if max_staleness is None:
+                return completions
+            oldest = [seat.step_of(int(each.versions.min())) for each in completions]
+            ages = seat.step - np.array(oldest)
+            if ages.max() <= max_staleness:
+                return completions
+            resume = tuple(
+                empty_completion() if age > max_staleness else completion
+                for age, completion in zip(ages, completions, strict=True)
+            )
+        raise InvalidRequest(
+            f"max_staleness={max_staleness}: samples are {ages.max()} optimizer steps old after "
+            f"limits.max_resamples={self.config.limits.max_resamples} more tries; set a higher "
+            "bound, or sample fewer tokens"
+        )
 
     def _prompt(self, body: Sample) -> Int32[np.ndarray, "P"]:
         """Return the tokens of the prompt.
@@ -172,6 +238,10 @@ class SamplingRequests:
         )
 
 
+def _session_of(request: str) -> str:
+    return request.partition(":")[0]
+
+
 def _end_at_stops(detokenizers: Sequence[StreamDetokenizer]) -> OnProgress:
     """Return a callback that ends samples whose text has a stop string."""
 
@@ -195,7 +265,7 @@ def _sequence(
     if num_top and kept.top_logprobs is not None:
         top = kept.top_logprobs.tokens[:, :num_top], kept.top_logprobs.logp[:, :num_top]
     versions, places = np.unique(kept.versions, return_inverse=True)
-    steps = np.array([seat.source.step_of(int(each)) for each in versions], np.int32)[places]
+    steps = np.array([seat.step_of(int(each)) for each in versions], np.int32)[places]
     is_stopped = detokenizer is not None and detokenizer.is_stopped
     reason = "stop" if is_stopped else completion.stop_reason
     return SampledTokens(reason, kept.tokens, kept.logp, steps, top)

@@ -49,6 +49,25 @@ DEFAULT_RANK = 32
 _EXPIRY_PERIOD_S = 5.0
 
 
+class QueueFull(APIError):
+    """A request beyond a limit, which is accepted later."""
+
+    def __init__(self, limit: str, most: int, found: int) -> None:
+        """
+        Args:
+            limit: name of the setting.
+            most: its value.
+            found: what there is of the same tenant.
+        """
+        super().__init__(429, f"limits.{limit}={most} is reached; try again later")
+        self.state = {
+            "queue_state": "paused_rate_limit",
+            "limit": limit,
+            "most": most,
+            "found": found,
+        }
+
+
 class Service:
     """State of the server. Used by the event loop only.
 
@@ -135,6 +154,13 @@ class Service:
             "user_metadata": fields["user_metadata"],
         }
 
+    def finish_session(self, session: str) -> dict[str, Any]:
+        """End a session at its client's request; a repeated request changes nothing."""
+        if session not in self._ended:
+            self._require_session(session)
+            self._end_session(session)
+        return {}
+
     def _require_session(self, session: str) -> None:
         if session in self._ended:
             raise APIError(410, f"the session {session} has ended")
@@ -143,6 +169,7 @@ class Service:
 
     def _end_session(self, session: str) -> None:
         logger.info("session ended: %s", session)
+        self._samples.end_session(session)
         for model in [e.row.id for e in self._queue.models.values() if e.row.session == session]:
             self._queue.drop(model)
         for sampler in [name for name, (of, _) in self._samplers.items() if of == session]:
@@ -152,7 +179,9 @@ class Service:
         self._ended.add(session)
 
     async def _expire(self) -> None:
-        """End sessions without heartbeat, and delete old results of samplers."""
+        """End sessions without heartbeat, delete old results of samplers, and free the memory of
+        what is not used.
+        """
         while True:
             await asyncio.sleep(_EXPIRY_PERIOD_S)
             limit = time.monotonic() - self.config.limits.session_timeout_s
@@ -160,6 +189,8 @@ class Service:
                 self._end_session(session)
             for sampler in self._samplers:
                 self._journal.expire_requests(sampler, self.config.limits.result_ttl_s)
+            await self._queue.call(self._queue.move_idle)
+            await self._pool.close_idle(self.config.limits.idle_timeout_s)
 
     # Models.
 
@@ -210,10 +241,13 @@ class Service:
         if model not in self._queue.models:
             if self._journal.request(f"{model}:0") is not None:
                 raise Unknown(f"model_id={model}: the model was unloaded")
-            most = self.config.limits.max_models if self.config.lora else 1
-            if len(self._queue.models) >= most:
-                limit = f"limits.max_models={most}" if self.config.lora else "lora=false: 1 model"
-                raise APIError(429, f"{limit} is reached; unload a model and try again")
+            limits, models = self.config.limits, self._queue.models.values()
+            if not self.config.lora and models:
+                raise APIError(429, "lora=false: expected 1 model; unload it and try again")
+            of_session = sum(entry.row.session == session for entry in models)
+            for name, count in (("max_models", len(models)), ("max_models_of_session", of_session)):
+                if count >= getattr(limits, name):
+                    raise QueueFull(name, getattr(limits, name), count)
             self._queue.add_model(ModelRow(model, session, fields))
         return self.submit(model, 0, kind, raw)
 
@@ -224,7 +258,7 @@ class Service:
         self.catalog.last_request_s[model] = time.time()
         most = self.config.limits.max_queued_operations
         if len(entry.waiting) >= most and seq > entry.next_seq:
-            raise APIError(429, f"limits.max_queued_operations={most} is reached; try again")
+            raise QueueFull("max_queued_operations", most, len(entry.waiting))
         row, is_new = self.futures.submit(model, seq, kind, raw, least=entry.next_seq)
         if is_new:
             self._queue.add(row)
@@ -313,9 +347,9 @@ class Service:
     def sample(self, body: bodies.Sample, raw: bytes) -> dict[str, Any]:
         session, path = self._sampler(body.sampling_session_id)
         self._heard_s[session] = time.monotonic()
-        most = self.config.limits.max_queued_samples
-        if self._samples.num_running(body.sampling_session_id) >= most:
-            raise APIError(429, f"limits.max_queued_samples={most} is reached; try again")
+        limits, queued = self.config.limits, self._samples.num_unfinished[session]
+        if queued >= limits.max_queued_samples:
+            raise QueueFull("max_queued_samples", limits.max_queued_samples, queued)
         row, is_new = self.futures.submit(body.sampling_session_id, body.seq_id, "sample", raw)
         if is_new:
             self._samples.start(row, path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,15 @@ from areal_jax.models.config import LoRA, Target
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import fetch
 from areal_jax.tinker import checkpoints
+from areal_jax.tinker.batches import BatchPrograms, Outputs, Work, row_tokens_of
 from areal_jax.tinker.config import TinkerConfig
-from areal_jax.tinker.messages import ForwardBackward, forward_backward_output, read_datums
-from areal_jax.tinker.objective import read_loss
+from areal_jax.tinker.messages import (
+    Datum,
+    ForwardBackward,
+    forward_backward_output,
+    read_datums,
+)
+from areal_jax.tinker.objective import SummedLoss, read_loss
 from areal_jax.tinker.programs import AdamParams, ModelState, TrainingPrograms
 
 _ATTENTION: tuple[Target, ...] = (
@@ -35,13 +41,15 @@ _ATTENTION: tuple[Target, ...] = (
 )
 
 
+LEAST_RANK = 8
+"""Rank of the smallest bucket; others are powers of two."""
+
+
 @dataclass(eq=False, slots=True)
 class TrainedModel:
     """Parameters, optimizer state and gradients of one client's model. Not thread-safe."""
 
     programs: TrainingPrograms
-    base: Params
-    """Frozen parameters; empty where all are trained."""
     state: ModelState
     gradients: Params | None = None
     """Sum since the last optimizer step; None: there is none."""
@@ -50,8 +58,8 @@ class TrainedModel:
     is_resident: bool = True
     """Whether its arrays are on the devices."""
 
-    def forward_backward(self, request: ForwardBackward, config: TinkerConfig) -> bytes:
-        """Compute the outputs of a batch, and add its gradients.
+    def check(self, request: ForwardBackward, config: TinkerConfig) -> Prepared:
+        """Read a request for outputs and gradients.
 
         Raises:
             InvalidRequest: the batch is invalid.
@@ -79,14 +87,7 @@ class TrainedModel:
             for name, values in datum.columns.items():
                 if not np.isfinite(values).all():
                     raise InvalidRequest(f"datum {number}: expected {name} to be finite numbers")
-        if request.forward_only:
-            outputs = self.programs.forward(self.state.params, self.base, loss, datums)
-        else:
-            outputs, gradients = self.programs.forward_backward(
-                self.state.params, self.base, loss, datums
-            )
-            self.gradients = self.programs.add(self.gradients, gradients)
-        return forward_backward_output(outputs.logprobs, {"loss:sum": outputs.loss})
+        return Prepared(self, loss, datums, learns=not request.forward_only)
 
     def optim_step(self, adam: AdamParams) -> dict[str, float]:
         """Make one optimizer step with the gradients since the last one.
@@ -124,6 +125,17 @@ class TrainedModel:
             self.is_resident = True
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A request for outputs and gradients that can be computed."""
+
+    model: TrainedModel
+    loss: SummedLoss
+    datums: Sequence[Datum]
+    learns: bool
+    """Whether its gradients are added to the model's."""
+
+
 @dataclass(eq=False)
 class TrainingBackend:
     """The frozen policy on the train mesh, and the programs of its adapters.
@@ -146,6 +158,7 @@ class TrainingBackend:
 
     def __post_init__(self) -> None:
         self._programs: dict[LoRA | None, TrainingPrograms] = {}
+        self._batches: dict[LoRA | None, BatchPrograms] = {}
 
     @property
     def base(self) -> Params:
@@ -173,6 +186,13 @@ class TrainingBackend:
             )
         return LoRA(rank=rank, alpha=self.config.alpha, targets=targets)
 
+    def bucket(self, shape: LoRA) -> LoRA:
+        """Return the shape to which adapters of a shape are padded, so that those of several models
+        are in one batch. Its own scale is not used.
+        """
+        rank = max(LEAST_RANK, 1 << (shape.rank - 1).bit_length())
+        return LoRA(rank=rank, targets=lora.find_targets(self.policy))
+
     def policy_of(self, shape: LoRA | None) -> Policy:
         """Return the policy with an adapter."""
         return Policy(self.policy.config, shape)
@@ -185,11 +205,47 @@ class TrainingBackend:
             )
         return self._programs[shape]
 
+    def forward_backward(self, requests: Sequence[Prepared]) -> list[bytes]:
+        """Compute the outputs of requests of different models, and add their gradients.
+
+        Requests with the same loss function, bucket of ranks and length of rows are computed
+        together; each model gets the bits that it gets alone.
+
+        Returns:
+            Outputs by request, encoded.
+        """
+        groups: dict[Any, list[int]] = {}
+        for number, request in enumerate(requests):
+            shape = request.model.programs.policy.lora
+            bucket = None if shape is None else self.bucket(shape)
+            key = bucket, request.loss, request.learns, row_tokens_of(request.datums)
+            groups.setdefault(key, []).append(number)
+        found: dict[int, Outputs] = {}
+        for (bucket, loss, learns, _), numbers in groups.items():
+            if bucket not in self._batches:
+                self._batches[bucket] = BatchPrograms(
+                    self.policy_of(bucket), self.base, self.mesh, self.dtype, self.config
+                )
+            works = [
+                Work(each.model.state.params, each.model.programs.policy.lora, each.datums)
+                for each in (requests[number] for number in numbers)
+            ]
+            outputs = self._batches[bucket].run(loss, works, learns=learns)
+            found |= dict(zip(numbers, outputs, strict=True))
+        for number, output in found.items():
+            model = requests[number].model
+            if output.gradients is not None:
+                model.gradients = model.programs.add(model.gradients, output.gradients)
+        return [
+            forward_backward_output(found[i].logprobs, {"loss:sum": found[i].loss})
+            for i in range(len(requests))
+        ]
+
     def create(self, shape: LoRA | None, seed: int) -> TrainedModel:
         """Make a fresh model: an adapter whose update is 0, or the initial parameters."""
         programs = self.programs_of(shape)
         state = programs.copied(self.params) if shape is None else programs.init(seed)
-        return TrainedModel(programs, self.base, state)
+        return TrainedModel(programs, state)
 
     def load(self, shape: LoRA | None, folder: Path, *, with_optimizer: bool) -> TrainedModel:
         """Read a model from a folder.
@@ -199,7 +255,7 @@ class TrainingBackend:
         """
         programs = self.programs_of(shape)
         state = checkpoints.load(folder, programs, with_optimizer=with_optimizer)
-        return TrainedModel(programs, self.base, state)
+        return TrainedModel(programs, state)
 
     def save(self, model: TrainedModel, folder: Path, *, with_optimizer: bool) -> int:
         """Write a folder; return its size in bytes."""

@@ -14,7 +14,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from areal_jax.tinker.futures import Futures, error_result, json_result
 from areal_jax.tinker.journal import CheckpointRow, Journal, ModelRow, RequestRow
 from areal_jax.tinker.messages import parse_forward_backward
 from areal_jax.tinker.training import (
+    Prepared,
     TrainedModel,
     TrainingBackend,
     adapter_from_json,
@@ -38,6 +39,7 @@ from areal_jax.tinker.training import (
 logger = logging.getLogger(__name__)
 
 SCHEME = "tinker://"
+FORWARD_BACKWARD = "forward_backward"
 LATEST, INFLIGHT = "latest", "inflight"
 """Sampler weights that change: those of the last optimizer step, and of the last save of kind
 `inflight`."""
@@ -67,6 +69,8 @@ class QueuedModel:
     """None until its first operation."""
     snapshot_s: float = -math.inf
     """Time of the last snapshot; the first optimizer step makes one."""
+    used_s: float = 0.0
+    """Time of the last operation."""
 
     @property
     def shape(self) -> LoRA | None:
@@ -139,17 +143,33 @@ class TrainingQueue:
     async def run(self) -> None:
         """Execute operations until cancelled."""
         while True:
-            entry = next((e for e in self.models.values() if e.next_seq in e.waiting), None)
-            if entry is None:
+            turn = self._next_turn()
+            if not turn:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            # Others have a turn before its next operation.
-            self.models[entry.row.id] = self.models.pop(entry.row.id)
-            row = entry.waiting.pop(entry.next_seq)
-            done = await self.call(lambda entry=entry, row=row: self._execute(entry, row))
-            entry.next_seq += 1
-            await self._finish(entry, row, done)
+            # Others have a turn before the next operation of these.
+            for entry, row in turn:
+                self.models[entry.row.id] = self.models.pop(entry.row.id)
+                del entry.waiting[row.seq]
+            found = await self.call(lambda turn=turn: self._execute(turn))
+            for (entry, row), done in zip(turn, found, strict=True):
+                entry.next_seq += 1
+                await self._finish(entry, row, done)
+
+    def _next_turn(self) -> list[tuple[QueuedModel, RequestRow]]:
+        """Return the operation whose model has waited longest, and what is computed with it:
+        forward_backward of other models.
+        """
+        ready = [
+            (entry, entry.waiting[entry.next_seq])
+            for entry in self.models.values()
+            if entry.next_seq in entry.waiting
+        ]
+        if not ready or ready[0][1].kind != FORWARD_BACKWARD:
+            return ready[:1]
+        most = min(self._limits.max_batched_models, self._limits.max_resident_models)
+        return [each for each in ready if each[1].kind == FORWARD_BACKWARD][:most]
 
     async def call(self, work: Callable[[], T]) -> T:
         """Compute something in the thread, between operations."""
@@ -246,10 +266,55 @@ class TrainingQueue:
 
     # The thread.
 
-    def _execute(self, entry: QueuedModel, row: RequestRow) -> OperationResult:
+    def _execute(self, turn: Sequence[tuple[QueuedModel, RequestRow]]) -> list[OperationResult]:
+        """Execute operations of different models, of which several are all forward_backward."""
+        turn = list(turn)
+        entries = [entry for entry, _ in turn]
+        results: list[OperationResult | None] = [
+            self._guarded(row, lambda entry=entry: self._make_resident(entry, entries))
+            for entry, row in turn
+        ]
+        if len(turn) == 1:
+            (entry, row), failed = turn[0], results[0]
+            return [failed or self._result(row, lambda: self._apply(entry, row))]
+        prepared = dict[int, Prepared]()
+
+        def prepare(number: int) -> None:
+            entry, row = turn[number]
+            request = parse_forward_backward(row.body)
+            prepared[number] = self._model(entry).check(request, self._backend.config)
+
+        for number, (_, row) in enumerate(turn):
+            results[number] = results[number] or self._guarded(
+                row, lambda number=number: prepare(number)
+            )
         try:
-            self._make_resident(entry)
-            return self._apply(entry, row)
+            outputs = self._backend.forward_backward(list(prepared.values()))
+        except Exception:  # of any class: alone, only those fail whose fault it is
+            logger.exception("%d requests failed together; computing each alone", len(prepared))
+            return [
+                results[number] or self._result(row, lambda e=entry, r=row: self._apply(e, r))
+                for number, (entry, row) in enumerate(turn)
+            ]
+        for number, output in zip(prepared, outputs, strict=True):
+            results[number] = OperationResult("protobuf", output)
+        return [each for each in results if each is not None]
+
+    def _guarded(self, row: RequestRow, work: Callable[[], None]) -> OperationResult | None:
+        """Do a part of an operation; return the result of the operation if it failed."""
+        done = OperationResult("", b"")
+
+        def run() -> OperationResult:
+            work()
+            return done
+
+        result = self._result(row, run)
+        return None if result is done else result
+
+    def _result(self, row: RequestRow, work: Callable[[], OperationResult]) -> OperationResult:
+        """Return the result of an operation, or its error."""
+        try:
+            return work()
         except InvalidRequest as error:
             return OperationResult(*error_result(str(error), "user"))
         except FloatingPointError as error:
@@ -260,17 +325,33 @@ class TrainingQueue:
                 *error_result(f"the server failed: {type(error).__name__}", "server")
             )
 
-    def _make_resident(self, entry: QueuedModel) -> None:
-        """Restore a model, and move those that were used least recently to the host."""
+    def _make_resident(self, entry: QueuedModel, used: Collection[QueuedModel] = ()) -> None:
+        """Restore a model, and move those that were used least recently to the host.
+
+        Args:
+            entry: the model.
+            used: models that stay on the devices.
+        """
         if entry.model is None and (entry.row.snapshot or entry.replayed):
             self._restore(entry)
         if entry.model is not None:
             entry.model.to_devices()
         # The event loop adds models meanwhile.
-        others = [e for e in list(self.models.values()) if e is not entry and e.model is not None]
+        entry.used_s = time.monotonic()
+        kept = {id(each) for each in (entry, *used)}
+        others = [e for e in list(self.models.values()) if id(e) not in kept]
         resident = [e.model for e in others if e.model is not None and e.model.is_resident]
-        for model in resident[: max(0, len(resident) + 1 - self._limits.max_resident_models)]:
+        most = self._limits.max_resident_models - len(kept)
+        for model in resident[: max(0, len(resident) - most)]:
             model.to_host()
+
+    def move_idle(self) -> None:
+        """Move the models that were not used for long to the host; called in the thread."""
+        limit = time.monotonic() - self._limits.idle_timeout_s
+        for entry in list(self.models.values()):
+            if entry.model is not None and entry.model.is_resident and entry.used_s < limit:
+                logger.info("model moved to the host: model=%s", entry.row.id)
+                entry.model.to_host()
 
     def _restore(self, entry: QueuedModel) -> None:
         row = entry.row
@@ -295,12 +376,13 @@ class TrainingQueue:
         self, entry: QueuedModel, row: RequestRow, *, is_replay: bool = False
     ) -> OperationResult:
         """Execute an operation on a model that is on the devices."""
-        if row.kind == "forward_backward":
+        if row.kind == FORWARD_BACKWARD:
             request = parse_forward_backward(row.body)
             if is_replay and request.forward_only:
                 return OperationResult("", b"")
-            result = self._model(entry).forward_backward(request, self._backend.config)
-            return OperationResult("protobuf", result)
+            prepared = self._model(entry).check(request, self._backend.config)
+            (output,) = self._backend.forward_backward([prepared])
+            return OperationResult("protobuf", output)
         body = json.loads(row.body)
         match row.kind:
             case "create_model":

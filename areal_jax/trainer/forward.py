@@ -366,8 +366,11 @@ class Forward:
         return Predictions(logp, entropy, routing, hidden, head)
 
     def whole(self, params: Params, base: Params) -> Params:
-        """Return the parameters that the decoder reads: an adapter is attached to its `base`."""
-        return lora.attach(self.policy, base, params) if self.policy.lora else params
+        """Return the parameters that the decoder reads: an adapter is attached to its `base`.
+
+        Without `base`, `params` have adapters attached.
+        """
+        return lora.attach(self.policy, base, params) if self.policy.lora and base else params
 
     def hidden(
         self, whole: Params, inputs: ModelInputs

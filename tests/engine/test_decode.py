@@ -54,6 +54,7 @@ def test_slot_records_are_packed_exactly():
         -3,
         11,
         range(8),
+        12,
     )
     integers = jnp.asarray(encode_slots(slots))
     assert integers.shape == (3, SLOT.itemsize // 4)

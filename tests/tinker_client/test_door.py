@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backports import zstd
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tiny_server import call, datum, serving
@@ -99,6 +101,12 @@ def test_malformed_bodies_are_the_clients_errors(server: ListeningServer) -> Non
                 body["request_id"] = rng.choice(("x", f"{model}:0", 3, None))
             status, found = call(server.base_url, path, json.dumps(body).encode())
             assert status < 500, (path, body, found)
+    missing, packed = forward_backward("none", 1, datum([1, 2, 3])), bytes(1 << 27)
+    for encoding, compress in (("zstd", zstd.compress), ("gzip", gzip.compress)):
+        headers = PROTOBUF | {"Content-Encoding": encoding}
+        for body, expected in ((missing, 404), (packed, 413)):
+            found = call(server.base_url, "forward_backward", compress(body), headers=headers)
+            assert found[0] == expected
     for encoding in ("gzip", "zstd", "br", "x"):
         headers = PROTOBUF | {"Content-Encoding": encoding}
         assert call(server.base_url, "forward_backward", b"junk", headers=headers)[0] < 500
@@ -175,6 +183,9 @@ def test_large_bodies_and_full_queues_are_refused(
         body: dict[str, Any] = {"model_id": model, "adam_params": {}}
         statuses = [call(url, "optim_step", body | {"seq_id": seq})[0] for seq in range(2, 7)]
         assert statuses == [200, 200, 200, 429, 429]
+        refused = call(url, "optim_step", body | {"seq_id": 7})[1]
+        state = [refused[name] for name in ("queue_state", "limit", "most", "found")]
+        assert state == ["paused_rate_limit", "max_queued_operations", 3, 3]
         pending = call(url, "retrieve_future", {"request_id": f"{model}:2"})
         assert pending == (
             408,
@@ -198,6 +209,15 @@ def test_a_session_without_heartbeat_ends_with_its_models(
         time.sleep(0.5)
         assert call(server.base_url, "create_sampling_session", body)[0] == 410
         assert call(server.base_url, "session_heartbeat", {"session_id": session})[0] == 410
+
+
+def test_a_session_that_its_client_finishes_ends(server: ListeningServer) -> None:
+    session, model = new_model(server)
+    finish = f"sessions/{session}/finish", {"reason": {"type": "success"}}
+    assert [call(server.base_url, *finish)[0] for _ in range(2)] == [200, 200]
+    assert call(server.base_url, "get_info", {"model_id": model})[0] == 404
+    assert call(server.base_url, "session_heartbeat", {"session_id": session})[0] == 410
+    assert call(server.base_url, "sessions/none/finish", {})[0] == 404
 
 
 def test_one_server_has_a_run_folder(tmp_path: Path) -> None:

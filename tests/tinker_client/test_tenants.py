@@ -3,14 +3,19 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
 import pytest
 from tinker import types
 from tiny_server import call, datum, logprobs, service, serving
+
+from areal_jax.tinker.batches import BatchPrograms
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")
 
@@ -28,7 +33,8 @@ class Tenant:
             base_model=model, rank=RANKS[name], seed=len(name)
         ).result()
         rng = np.random.default_rng(RANKS[name])
-        self.batches = [[rng.integers(3, 400, 9).tolist() for _ in range(3)] for _ in range(3)]
+        # Of more than limits.max_datums=4 datums: two requests.
+        self.batches = [[rng.integers(3, 400, 9).tolist() for _ in range(6)] for _ in range(3)]
         self.outputs = list[Any]()
 
     def steps(self) -> Iterator[None]:
@@ -46,12 +52,20 @@ class Tenant:
 
 
 def test_interleaved_tenants_get_what_each_gets_alone(
-    policy: Path, tmp_path: Path, quick_compilation: None
+    policy: Path, tmp_path: Path, quick_compilation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # With room for one model and one engine, so that both are moved in and out all the time.
-    limits = "limits.max_resident_models=1", "limits.max_engines=1"
-    alone = {}
-    with serving(policy, tmp_path, *limits) as server:
+    # With room for one model and one adapter, so that both are moved in and out all the time.
+    limits = "limits.max_resident_models=1", "limits.max_engines=1", "limits.max_adapters=1"
+    alone, together = {}, []
+    run = BatchPrograms.run
+
+    def recorded(self: BatchPrograms, loss: Any, works: Any, **settings: Any) -> Any:
+        together.append(len(works))
+        time.sleep(0.3)  # meanwhile the requests of the other arrive
+        return run(self, loss, works, **settings)
+
+    monkeypatch.setattr(BatchPrograms, "run", recorded)
+    with serving(policy, tmp_path / "little", *limits) as server:
         for name in RANKS:
             tenant = Tenant(server.base_url, server.model, name)
             assert sum(1 for _ in tenant.steps()) == 9
@@ -64,6 +78,22 @@ def test_interleaved_tenants_get_what_each_gets_alone(
         assert len(alone[name]) == 12
         assert repr(tenant.outputs) == repr(alone[name])
     assert repr(alone["first"]) != repr(alone["second"])
+    # In one engine and in one batch, where both ask at the same time.
+    assert set(together) == {1}
+    with serving(policy, tmp_path / "much") as server:
+        tenants = {name: Tenant(server.base_url, server.model, name) for name in RANKS}
+        meeting = Barrier(len(tenants))
+
+        def run_all(tenant: Tenant) -> None:
+            for _ in tenant.steps():
+                meeting.wait(60)
+
+        with ThreadPoolExecutor(len(tenants)) as threads:
+            for done in [threads.submit(run_all, each) for each in tenants.values()]:
+                done.result()
+    assert max(together) == 2
+    for name, tenant in tenants.items():
+        assert repr(tenant.outputs) == repr(alone[name])
 
 
 def test_a_sampler_that_follows_a_model_takes_new_weights_between_tokens(server, client) -> None:

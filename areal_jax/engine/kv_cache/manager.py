@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -46,6 +46,8 @@ class KVCacheManager:
         self.table, self._chunk_tokens, self._has_states = table, chunk_tokens, has_states
         self.jobs: list[PrefillJob] = []
         """Prefill jobs that are incomplete, or were added since the last `next_chunks`."""
+        # Changes of each adapter's weights, in an engine with several.
+        self._changes = Counter[int]()
 
     @property
     def holds_any(self) -> bool:
@@ -80,7 +82,10 @@ class KVCacheManager:
             # The state at its end has changed since.
             self.close_prompts({shard: prompts.pop(shard)})
             job = None
-        cached = [] if job or self._has_states else pool.match_prefix(tokens)
+        adapter = sequence.request.adapter
+        cached = []
+        if job is None and not self._has_states:
+            cached = pool.match_prefix(tokens, self._salt(adapter))
         num_shared = len(cached) if prompts is None else num_full
         num_own = table.num_pages(len(tokens) + num_new) - num_shared
         is_new_prompt = prompts is not None and job is None
@@ -92,12 +97,12 @@ class KVCacheManager:
         num_computed = len(cached) * table.page_tokens
         if prompts is None:
             table.extend(sequence, cached + pool.take(num_own))
-            job = PrefillJob(tokens, shard, sequence.pages, num_computed)
+            job = PrefillJob(tokens, shard, sequence.pages, num_computed, adapter=adapter)
         else:
             if job is None:
                 pages = cached + pool.take(num_prompt)
                 job = prompts[shard] = PrefillJob(
-                    tokens, shard, pages, num_computed, is_prompt=True
+                    tokens, shard, pages, num_computed, is_prompt=True, adapter=adapter
                 )
             shared = job.pages[:num_full]
             pool.share(shared)
@@ -122,7 +127,8 @@ class KVCacheManager:
             and not sequence.is_outdated
             and not self._has_states
         )
-        self.table.release(sequence, sequence.cached_tokens() if is_reusable else None)
+        cached = sequence.cached_tokens() if is_reusable else None
+        self.table.release(sequence, cached, self._salt(sequence.request.adapter))
 
     def close_prompts(self, prompts: dict[int, PrefillJob]) -> None:
         """Close the shared prefills of a group: no more sequences will join."""
@@ -158,7 +164,7 @@ class KVCacheManager:
             if left and not (is_long and has_long and others_run):
                 slot = job.sequences[0].slot if job.sequences else None
                 chunk = self._chunk(job.tokens, job.num_computed, job.pages, job.shard)
-                chunks.append(chunk._replace(slot=slot))
+                chunks.append(chunk._replace(slot=slot, adapter=job.adapter))
                 job.num_computed += len(chunks[-1].tokens)
                 has_long |= is_long
         complete = [job for job in self.jobs if job.num_computed == len(job.tokens)]
@@ -172,7 +178,7 @@ class KVCacheManager:
         for job in jobs:
             pool, last = table.pools[job.shard], len(job.tokens) // table.page_tokens
             if not self._has_states:
-                pool.cache_prefix(job.tokens, job.pages)
+                pool.cache_prefix(job.tokens, job.pages, self._salt(job.adapter))
             first = table.slots(job.shard)[0]
             slots = [each.slot - first for each in job.sequences if each.slot is not None]
             insert.states[job.shard] += [(slots[0], slot) for slot in slots[1:]]
@@ -187,18 +193,36 @@ class KVCacheManager:
             job.sequences.clear()
         return insert
 
-    def invalidate(self, kept: SequenceOf[Sequence] = ()) -> None:
-        """Invalidate everything that earlier weights have computed, and restart prefills.
+    def invalidate(
+        self,
+        kept: SequenceOf[Sequence] = (),
+        adapters: Collection[int] | None = None,
+        running: SequenceOf[Sequence] = (),
+    ) -> None:
+        """Invalidate what earlier weights have computed, and restart prefills.
 
         Args:
             kept: running sequences that keep their pages, which no other sequence reuses.
+            adapters: adapters whose weights have changed; None: all weights.
+            running: running sequences of these adapters.
         """
         for sequence in kept:
             sequence.is_outdated = True
-        for pool in self.table.pools:
-            pool.invalidate()
+        if adapters is None:
+            for pool in self.table.pools:
+                pool.invalidate()
+        else:
+            self._changes.update(adapters)
+            for sequence in running:
+                self.table.pool(sequence).forget(sequence.pages)
         for job in self.jobs:
-            job.num_computed = 0
+            if adapters is None or job.adapter in adapters:
+                job.num_computed = 0
+
+    def _salt(self, adapter: int) -> bytes:
+        """Return what tells the pages of an adapter from those of others and of earlier weights."""
+        changes = self._changes[adapter]
+        return b"%d.%d" % (adapter, changes) if adapter or changes else b""
 
     def rebuild(self, sequences: SequenceOf[Sequence]) -> Iterator[list[PrefillChunk]]:
         """Plan the recomputation of the pages of running sequences; shared pages once, and first.
@@ -225,7 +249,8 @@ class KVCacheManager:
             common = full[i][: num_common[i]]
             if common and common[-1] not in computed:
                 first.append((i, 0, len(common) * size))
-                pools[i].cache_prefix(tokens[i], sequences[i].pages[: len(common)])
+                salt = self._salt(sequences[i].request.adapter)
+                pools[i].cache_prefix(tokens[i], sequences[i].pages[: len(common)], salt)
                 computed.update(common)
         rest = [(i, num_common[i] * size, len(tokens[i])) for i in range(len(sequences))]
         for spans in (first, rest):
@@ -244,7 +269,8 @@ class KVCacheManager:
     ) -> PrefillChunk:
         assert sequence.slot is not None
         shard = self.table.shard(sequence.slot)
-        return self._chunk(tokens, start, sequence.pages, shard)._replace(slot=sequence.slot)
+        chunk = self._chunk(tokens, start, sequence.pages, shard)
+        return chunk._replace(slot=sequence.slot, adapter=sequence.request.adapter)
 
     def _chunk(
         self, tokens: Int32[np.ndarray, "_"], start: int, pages: list[int], shard: int

@@ -69,10 +69,15 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def match_prefix(self, tokens: Int[np.ndarray, "_"]) -> list[int]:
-        """Return the cached pages of the longest prefix of a sequence, with a reference added."""
+    def match_prefix(self, tokens: Int[np.ndarray, "_"], salt: bytes = b"") -> list[int]:
+        """Return the cached pages of the longest prefix of a sequence, with a reference added.
+
+        Args:
+            tokens: tokens of the sequence.
+            salt: what else the content of pages depends on; other salts share no page.
+        """
         pages: list[int] = []
-        for digest in self._hashes(tokens):
+        for digest in self._hashes(tokens, salt):
             page = self._page_of.get(digest)
             if page is None:
                 break
@@ -80,9 +85,11 @@ class PagePool:
         self.share(pages)
         return pages
 
-    def cache_prefix(self, tokens: Int[np.ndarray, "_"], pages: list[int]) -> None:
+    def cache_prefix(
+        self, tokens: Int[np.ndarray, "_"], pages: list[int], salt: bytes = b""
+    ) -> None:
         """Cache the full pages of a sequence until they are evicted."""
-        for digest, page in zip(self._hashes(tokens), pages, strict=False):
+        for digest, page in zip(self._hashes(tokens, salt), pages, strict=False):
             if digest not in self._page_of and page not in self._hash_of:
                 self._page_of[digest], self._hash_of[page] = page, digest
 
@@ -93,10 +100,16 @@ class PagePool:
         self._page_of.clear()
         self._hash_of.clear()
 
-    def _hashes(self, tokens: Int[np.ndarray, "_"]) -> Iterator[bytes]:
+    def forget(self, pages: Collection[int]) -> None:
+        """Let no other sequence reuse these pages, which are in use."""
+        for page in pages:
+            if (digest := self._hash_of.pop(page, None)) is not None:
+                del self._page_of[digest]
+
+    def _hashes(self, tokens: Int[np.ndarray, "_"], salt: bytes) -> Iterator[bytes]:
         """Yield the hash of every full page: of its tokens and the hash of the page before."""
         data, size = np.ascontiguousarray(tokens, np.int32).tobytes(), 4 * self.page_tokens
-        digest = b""
+        digest = salt
         for end in range(size, len(data) + 1, size):
             digest = hashlib.blake2b(digest + data[end - size : end], digest_size=16).digest()
             yield digest
@@ -166,15 +179,18 @@ class PageTable:
             self.extend(sequence, pool.take(missing))
         return True
 
-    def release(self, sequence: Sequence, cached: Int[np.ndarray, "_"] | None = None) -> None:
+    def release(
+        self, sequence: Sequence, cached: Int[np.ndarray, "_"] | None = None, salt: bytes = b""
+    ) -> None:
         """Release a sequence's pages.
 
         Args:
             cached: tokens in the pages, to cache their prefix; None if they are incomplete.
+            salt: as of `PagePool.match_prefix`.
         """
         pool, pages = self.pool(sequence), sequence.pages
         if cached is not None:
-            pool.cache_prefix(cached, pages)
+            pool.cache_prefix(cached, pages, salt)
         pool.release(pages)
         sequence.pages = []
         self._num_held[sequence.slot] = 0
