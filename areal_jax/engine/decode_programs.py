@@ -184,9 +184,8 @@ class DecodePrograms:
 def _run_with_adapters(
     run: Callable[..., Any], params: EngineParams, kept: Any, *batch: Array
 ) -> Any:
-    """Prefill rows whose adapters are the last array of the batch."""
-    own, adapters = batch[:-1], batch[-1]
-    counts = own[3]
+    """Prefill rows whose adapters are the sixth array of the batch, after the slots."""
+    own, counts, adapters = (*batch[:5], *batch[6:]), batch[3], batch[5]
     return run(assign_rows(params, adapters, counts > 0), kept, *own)
 
 
