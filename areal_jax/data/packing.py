@@ -192,6 +192,7 @@ def lay_out_shared(sequences: Sequence[TrainingSequence], *, rows: int, row_toke
     alike = sort_alike(
         [sequence.tokens for sequence in sequences],
         [sequence.num_context for sequence in sequences],
+        [sequence.experts for sequence in sequences],
     )
     lengths = [len(sequence.tokens) for sequence in sequences]
     layouts = [
@@ -224,7 +225,7 @@ def pack(
         num_together: as in `lay_out`.
         row_patches: patches of a row, if all sequences have `images`; 0: none has.
         share_prefixes: whether tokens with which several sequences begin are packed once. The
-            sequences then have neither images nor recorded experts.
+            sequences then have no images.
 
     Returns:
         The micro-batches, and the position of each sequence in them.

@@ -1,5 +1,7 @@
 """Sequences of a row that begin alike: each token that they share is packed once.
 
+With recorded experts a token is shared where its experts are equal, too.
+
 The sequences form trees. A root is packed whole. Every other sequence is a branch: it shares the
 first tokens of its parent, and only the rest of it is packed, somewhere behind its parent. The last
 shared token is packed with the branch again, because the next token is predicted from it.
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Shaped, UInt8
 
 MIN_SHARED_FRACTION = 0.125
 """Least part of a sequence that it shares as a branch. Trees are harder to pack than sequences."""
@@ -55,20 +57,42 @@ class Alike(NamedTuple):
     num_shareable: int
 
 
-def sort_alike(tokens: Sequence[Int[np.ndarray, "_"]], num_context: Sequence[int]) -> list[Alike]:
+def sort_alike(
+    tokens: Sequence[Int[np.ndarray, "_"]],
+    num_context: Sequence[int],
+    experts: Sequence[Shaped[np.ndarray, "_ L k"] | None] | None = None,
+) -> list[Alike]:
     """Sort sequences so that those that begin alike are adjacent.
 
     Args:
         tokens: tokens of each sequence.
         num_context: number of its first tokens that it may share, because nothing reads what is
             predicted of them.
+        experts: recorded experts of its tokens, which must be equal where it shares them; None:
+            the router chooses.
     """
-    order = sorted(range(len(tokens)), key=lambda i: tokens[i].astype(">u4").tobytes())
-    before = [np.zeros(0, np.int32), *(tokens[i] for i in order[:-1])]
+    found = [None] * len(tokens) if experts is None else experts
+    symbols = [_symbols(*each) for each in zip(tokens, found, strict=True)]
+    order = sorted(range(len(tokens)), key=lambda i: symbols[i].tobytes())
+    before = [np.zeros((0, 1), np.uint8), *(symbols[i] for i in order[:-1])]
     return [
-        Alike(i, len(tokens[i]), min(num_context[i], _count_equal(previous, tokens[i])) - 1)
+        Alike(i, len(tokens[i]), min(num_context[i], _count_equal(previous, symbols[i])) - 1)
         for i, previous in zip(order, before[: len(order)], strict=True)
     ]
+
+
+def _symbols(
+    tokens: Int[np.ndarray, "T"], experts: Shaped[np.ndarray, "T L k"] | None
+) -> UInt8[np.ndarray, "T _"]:
+    """Return bytes of each token, and of a hash of its experts, that sort like numbers."""
+    columns = [tokens.astype(">u4").view(np.uint8).reshape(-1, 4)]
+    if experts is not None:
+        flat = experts.reshape(len(tokens), -1).astype(np.uint64)
+        # Odd factors modulo 2^64: two different lists have the same hash with a probability of
+        # less than 2^-47.
+        factors = np.random.default_rng(0).integers(0, 2**63, flat.shape[1], np.uint64) * 2 + 1
+        columns.append((flat @ factors).astype(">u8").view(np.uint8).reshape(-1, 8))
+    return np.concatenate(columns, axis=1)
 
 
 def find_branches(alike: Sequence[Alike], max_tree_tokens: int) -> Branches:
@@ -127,10 +151,10 @@ def visible_until(
     return until
 
 
-def _count_equal(a: Int[np.ndarray, "_"], b: Int[np.ndarray, "_"]) -> int:
-    """Return the number of first tokens that are equal."""
+def _count_equal(a: UInt8[np.ndarray, "_ _"], b: UInt8[np.ndarray, "_ _"]) -> int:
+    """Return the number of first rows that are equal."""
     length = min(len(a), len(b))
-    differs = a[:length] != b[:length]
+    differs = (a[:length] != b[:length]).any(axis=1)
     return int(differs.argmax()) if differs.any() else length
 
 

@@ -74,6 +74,11 @@ class EngineConfig:
         doc="record the experts of every token in the engine, and train with them instead of the "
         "router's own choice (R3, arXiv:2510.11370); mixtures of experts only",
     )
+    replayed_experts: Literal["first", "rebuilt"] = chz.field(
+        default="first",
+        doc="with router_replay, the experts of a token whose KV cache was rebuilt with newer "
+        "weights: those of when it was first fed, or those of the rebuilt cache",
+    )
     temperature: float = chz.field(
         validator=NOT_NEGATIVE, default=1.0, doc="1: the policy itself; 0: the most likely token"
     )

@@ -507,9 +507,11 @@ def find_too_long(engine: DecodeEngine, setting: str) -> Iterator[str]:
         engine: The engine.
         setting: Setting that names the policy, for the message.
     """
-    positions = engine.policy.config.max_position_embeddings
+    model = engine.policy.config
+    positions = model.max_positions
+    hint = ", or set policy.long_rope=true" if positions < model.max_position_embeddings else ""
     if engine.max_tokens > positions:
         yield (
             f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer "
-            f"than the {positions} positions of {setting}; lower either"
+            f"than the {positions} positions of {setting}; lower either{hint}"
         )

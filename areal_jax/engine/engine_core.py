@@ -46,7 +46,10 @@ class EngineCore:
         )
         if engine.config.router_replay:
             self.scheduler.experts = ExpertLog(
-                self.scheduler.cache.table, engine.shapes.experts(), engine.shapes.experts_dtype
+                self.scheduler.cache.table,
+                engine.shapes.experts(),
+                engine.shapes.experts_dtype,
+                keeps_first=engine.config.replayed_experts == "first",
             )
         self.images: PromptImages | None = None
         if engine.image_reader is not None:

@@ -1,8 +1,9 @@
 """Experts of the tokens in the pages of the KV cache, for router replay (R3, arXiv:2510.11370).
 
 A page has the experts with which its keys and values were last computed, so that sequences which
-share a prefix share its experts. A sequence keeps the experts of each token from when the token was
-first fed: `record` runs before its pages are computed again with other weights, or released.
+share a prefix share its experts. A sequence records those of its pages before they are released,
+and to keep the experts of each token from when the token was first fed, also before they are
+computed again with other weights.
 
 Axes: S slots, T tokens, L layers, k experts of a token.
 """
@@ -23,14 +24,18 @@ from areal_jax.engine.sequence import Sequence, SequenceState
 class ExpertLog:
     """Experts by page, on the host. Used by the engine thread only."""
 
-    def __init__(self, table: PageTable, shape: tuple[int, ...], dtype: DTypeLike):
+    def __init__(
+        self, table: PageTable, shape: tuple[int, ...], dtype: DTypeLike, *, keeps_first: bool
+    ):
         """
         Args:
             table: pages of all data shards.
             shape: layers, and experts of a token.
             dtype: type of the numbers of experts.
+            keeps_first: whether a token keeps the experts of when it was first fed, instead of
+                those with which its keys and values were computed last.
         """
-        self._table = table
+        self._table, self._keeps_first = table, keeps_first
         self._pages = [
             np.zeros((pool.num_pages, table.page_tokens, *shape), dtype) for pool in table.pools
         ]
@@ -64,10 +69,14 @@ class ExpertLog:
                 pages[target] = pages[source]
 
     def record(self, sequence: Sequence) -> None:
-        """Add the experts of the tokens that a running sequence has fed since the last call."""
+        """Record the experts of a running sequence: of the tokens fed since the last call, or with
+        `keeps_first=False` of all.
+        """
         if sequence.state is not SequenceState.RUNNING or sequence.slot is None:
             return
         before, end = sequence.experts, sequence.num_tokens - 1
+        if not self._keeps_first:
+            before = None
         start = 0 if before is None else len(before)
         pages, rows = self._places(sequence.pages, start, end)
         new = self._pages[self._table.shard(sequence.slot)][pages, rows]

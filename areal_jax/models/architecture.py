@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from areal_jax.models import rope
 from areal_jax.models.config_keys import Family, check_keys, rules
+from areal_jax.models.language_models import LANGUAGE_MODELS, find_language_model
 from areal_jax.models.traits import TRAITS, Traits, Windows
 from areal_jax.models.vision.config import VisionConfig, join_config, split_config
 
@@ -35,8 +36,8 @@ class MoEConfig:
     """Weight of the load-balance loss."""
     shared_expert_intermediate_size: int = 0
     """Width of the MLP that every token goes to, besides its experts; 0: there is none."""
-    num_dense_layers: int = 0
-    """Layers without experts, the first ones."""
+    dense_layers: tuple[int, ...] = ()
+    """Numbers of the layers without experts."""
     groups: ExpertGroups | None = None
     """Choice of experts by sigmoid and groups; None: by softmax."""
 
@@ -178,7 +179,7 @@ class ModelConfig:
     linear: LinearAttention | None = None
     """Linear attention of some layers."""
     moe: MoEConfig | None = None
-    """Experts that replace the MLP of every layer, or of all but the first ones."""
+    """Experts that replace the MLP of every layer, or of all but some."""
     vision: VisionConfig | None = None
     """Tower that reads images."""
     mrope_section: tuple[int, ...] = ()
@@ -194,7 +195,12 @@ class ModelConfig:
 
     @classmethod
     def from_hf(
-        cls, config: Mapping[str, Any], source: str, ignored_keys: Collection[str] = ()
+        cls,
+        config: Mapping[str, Any],
+        source: str,
+        ignored_keys: Collection[str] = (),
+        *,
+        long_rope: bool = False,
     ) -> ModelConfig:
         """Read a Hugging Face config.json.
 
@@ -204,10 +210,12 @@ class ModelConfig:
             config: content of the file.
             source: name of the file, for errors.
             ignored_keys: unsupported keys to ignore.
+            long_rope: whether longrope has its factors of long sequences.
 
         Raises:
             ValueError: the architecture, a key or a value is not supported, or a key is missing.
         """
+        config = find_language_model(config, source)
         architecture, readout = _read_architecture(config, source)
         family = TRAITS[architecture]
         what = _with_readout(architecture, readout)
@@ -260,7 +268,11 @@ class ModelConfig:
         max_position_embeddings = _read_count(config, "max_position_embeddings", source)
         linear = _read_linear(config, source) if family.has_linear_attention else None
         windows = () if linear else _read_sliding_windows(config, architecture, source)
-        rotary = _read_rotary(config, architecture, source)
+        rotary = _read_rotary(config, architecture, source, long_rope)
+        rotary_dim = latent.qk_rope_head_dim if latent else None
+        if latent is None:
+            rotary_dim = _rotary_dim(rotary.partial_factor, head_dim, source)
+        rope.check_length(rotary.scaling, rotary_dim or head_dim, source)
         has_bias = _read_flag(config, "attention_bias", source)
         return cls(
             architecture=architecture,
@@ -282,9 +294,7 @@ class ModelConfig:
             rope_scaling=rotary.scaling,
             # Without layers with a window, their RoPE has no effect.
             local_rope_theta=rotary.local_theta if any(windows) else None,
-            rotary_dim=_rotary_dim(rotary.partial_factor, head_dim, source)
-            if latent is None
-            else latent.qk_rope_head_dim,
+            rotary_dim=rotary_dim,
             query_pre_attn_scalar=_read_query_scalar(config, head_dim, source),
             sliding_windows=windows,
             latent=latent,
@@ -309,10 +319,12 @@ class ModelConfig:
         written = self._to_hf()
         if original is None:
             return self._with_vision(written)
+        original = find_language_model(original, "config.json")
         if original.get("quantization_config") is not None:
             # The written weights are not quantized.
             original = {k: v for k, v in original.items() if k != "quantization_config"}
-        before = ModelConfig.from_hf(original, "config.json", self.ignored_keys)
+        is_long = isinstance(self.rope_scaling, rope.LongRope) and self.rope_scaling.is_long
+        before = ModelConfig.from_hf(original, "config.json", self.ignored_keys, long_rope=is_long)
         if replace(before, ignored_keys=self.ignored_keys) == self:
             return dict(original)
         if self.vision is not None:
@@ -401,16 +413,25 @@ class ModelConfig:
         Args:
             path: path of the parameter in a layer, such as ("mlp", "router").
         """
-        num_dense = self.num_hidden_layers if self.moe is None else self.moe.num_dense_layers
         if path[0] == "linear":
             return self.linear_layers
         if path[0] == "attn":
             return self.attention_layers
         if path[0] != "mlp":
             return tuple(range(self.num_hidden_layers))
-        if path[1] in _DENSE_MLP:
-            return tuple(range(num_dense))
-        return tuple(range(num_dense, self.num_hidden_layers))
+        return self.dense_layers if path[1] in _DENSE_MLP else self.moe_layers
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers without experts."""
+        if self.moe is None:
+            return tuple(range(self.num_hidden_layers))
+        return self.moe.dense_layers
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts."""
+        return tuple(i for i in range(self.num_hidden_layers) if i not in self.dense_layers)
 
     @property
     def linear_layers(self) -> tuple[int, ...]:
@@ -425,7 +446,15 @@ class ModelConfig:
     @property
     def num_moe_layers(self) -> int:
         """Number of layers with experts."""
-        return len(self.layers_with(("mlp", "router")))
+        return len(self.moe_layers)
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence: of longrope with its short factors, the original length."""
+        scaling = self.rope_scaling
+        if isinstance(scaling, rope.LongRope) and not scaling.is_long:
+            return min(scaling.original_max_position_embeddings, self.max_position_embeddings)
+        return self.max_position_embeddings
 
     @property
     def is_scalar(self) -> bool:
@@ -470,7 +499,7 @@ class ModelConfig:
         layers += len(self.attention_layers) * (attention + biases + head_norms)
         if self.linear is not None:
             layers += len(self.linear_layers) * self.linear.num_params(width)
-        layers += self.num_moe_layers * mlp + self._num_dense_layers * dense
+        layers += self.num_moe_layers * mlp + len(self.dense_layers) * dense
         if self.is_scalar:
             head = width + (self.readout == "TokenClassification")
         else:
@@ -502,12 +531,8 @@ class ModelConfig:
         attention *= len(self.attention_layers)
         if self.linear is not None:
             attention += len(self.linear_layers) * self.linear.matmul_params(width)
-        dense = self._num_dense_layers * 3 * width * self.intermediate_size
+        dense = len(self.dense_layers) * 3 * width * self.intermediate_size
         return attention + self.num_moe_layers * mlp + dense + head
-
-    @property
-    def _num_dense_layers(self) -> int:
-        return self.num_hidden_layers - self.num_moe_layers
 
     @property
     def attention_width(self) -> int:
@@ -546,7 +571,8 @@ def _read_architecture(config: Mapping[str, Any], source: str) -> tuple[Family, 
                 )
             return architecture, readout
     raise ValueError(
-        f"{source}: expected architectures to be one of {', '.join(TRAITS)}, found {names}"
+        f"{source}: expected architectures to be one of {', '.join([*TRAITS, *LANGUAGE_MODELS])}, "
+        f"found {names}"
     )
 
 
@@ -622,7 +648,9 @@ def _with_defaults(config: Mapping[str, Any], family: Traits) -> dict[str, Any]:
     return {**absent, **config}
 
 
-def _read_rotary(config: Mapping[str, Any], architecture: Family, source: str) -> rope.Rotary:
+def _read_rotary(
+    config: Mapping[str, Any], architecture: Family, source: str, is_long: bool
+) -> rope.Rotary:
     family = TRAITS[architecture]
     if family.has_linear_attention and isinstance(config.get("rope_parameters"), dict):
         # Of images; all three positions of a text's token are equal.
@@ -630,10 +658,11 @@ def _read_rotary(config: Mapping[str, Any], architecture: Family, source: str) -
         written = config["rope_parameters"]
         kept = {name: value for name, value in written.items() if name not in unread}
         config = {**config, "rope_parameters": kept}
-    rotary = rope.from_hf(config, source, by_window=family.rope_by_window)
-    if rotary.scaling is not None and not family.scales_rope:
+    rotary = rope.from_hf(config, source, by_window=family.rope_by_window, is_long=is_long)
+    if rotary.scaling is not None and rope.type_of(rotary.scaling) not in family.rope_types:
         raise ValueError(
-            f"{source}: expected {architecture} without RoPE scaling, found {rotary.scaling}"
+            f"{source}: expected {architecture} with no RoPE scaling but "
+            f"{' or '.join(family.rope_types)}, found {rotary.scaling}"
         )
     if rotary.partial_factor != 1 and not family.rotates_part:
         raise ValueError(
@@ -754,13 +783,16 @@ def _with_expert_keys(config: Mapping[str, Any], family: Traits) -> dict[str, An
 
 def _moe_to_hf(experts: MoEConfig, family: Traits) -> dict[str, Any]:
     moe = asdict(experts)
-    num_dense, groups = moe.pop("num_dense_layers"), moe.pop("groups")
+    dense, groups = moe.pop("dense_layers"), moe.pop("groups")
     if groups is not None:
         shared = moe.pop("shared_expert_intermediate_size") // experts.moe_intermediate_size
-        moe |= groups | {"n_shared_experts": shared, "first_k_dense_replace": num_dense}
+        moe |= groups | {"n_shared_experts": shared, "first_k_dense_replace": len(dense)}
     elif not experts.shared_expert_intermediate_size:
         del moe["shared_expert_intermediate_size"]
-    return _rename_expert_keys(moe, family)
+    if not family.expert_keys:
+        return moe | {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
+    names = {field: family.expert_keys.get(field, field) for field in moe}
+    return {name: moe[field] for field, name in names.items() if name is not None}
 
 
 def _latent_to_hf(latent: LatentAttention | None) -> dict[str, Any]:
@@ -853,13 +885,6 @@ def _read_linear(config: Mapping[str, Any], source: str) -> LinearAttention:
     return linear
 
 
-def _rename_expert_keys(moe: dict[str, Any], family: Traits) -> dict[str, Any]:
-    if not family.expert_keys:
-        return moe | {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    names = {field: family.expert_keys.get(field, field) for field in moe}
-    return {name: moe[field] for field, name in names.items() if name is not None}
-
-
 def _read_moe(config: Mapping[str, Any], source: str) -> MoEConfig:
     # Files of transformers 5 may use either name.
     names = [name for name in ("num_experts", "num_local_experts") if name in config]
@@ -893,7 +918,7 @@ def _read_moe(config: Mapping[str, Any], source: str) -> MoEConfig:
             norm_topk_prob=_read_flag(config, "norm_topk_prob", source),
             router_aux_loss_coef=0.0,
             shared_expert_intermediate_size=width * _read_count(config, "n_shared_experts", source),
-            num_dense_layers=num_dense,
+            dense_layers=tuple(range(num_dense)),
             groups=groups,
         )
     return MoEConfig(
@@ -907,7 +932,31 @@ def _read_moe(config: Mapping[str, Any], source: str) -> MoEConfig:
         )
         if "shared_expert_intermediate_size" in config
         else 0,
+        dense_layers=_read_dense_layers(config, source),
     )
+
+
+def _read_dense_layers(config: Mapping[str, Any], source: str) -> tuple[int, ...]:
+    """Read which layers have no experts: of Qwen's families, some named ones and all but each
+    `decoder_sparse_step`-th.
+    """
+    num_layers = _read_count(config, "num_hidden_layers", source)
+    step = _read_count(config, "decoder_sparse_step", source, 1)
+    named = config.get("mlp_only_layers") or []
+    if not isinstance(named, list) or any(
+        isinstance(i, bool) or i not in range(num_layers) for i in named
+    ):
+        raise ValueError(
+            f"{source}: expected mlp_only_layers to be numbers of {num_layers} layers, found "
+            f"{named!r}"
+        )
+    dense = tuple(i for i in range(num_layers) if i in named or (i + 1) % step)
+    if len(dense) == num_layers:
+        raise ValueError(
+            f"{source}: expected at least one layer with experts, found decoder_sparse_step={step} "
+            f"and mlp_only_layers={named} for {num_layers} layers"
+        )
+    return dense
 
 
 def _read_groups(

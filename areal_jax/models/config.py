@@ -78,6 +78,12 @@ class PolicyConfig:
         doc="unsupported keys of config.json, adapter_config.json, tokenizer_config.json and "
         "generation_config.json to ignore instead of refusing the policy",
     )
+    long_rope: bool = chz.field(
+        default=False,
+        doc="for a policy with longrope (Phi-3, Phi-4-mini with 128k positions): rotate all tokens "
+        "by the factors of long sequences, so that sequences may be longer than "
+        "original_max_position_embeddings",
+    )
     lora: LoRA | None = chz.field(
         default=None,
         doc="adapter to train instead of all parameters (policy.lora=LoRA, or any of its settings)",

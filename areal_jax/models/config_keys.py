@@ -186,9 +186,10 @@ _EXPERTS: Final[Mapping[str, Rule]] = {
         ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
         "read",
     ),
-    **dict.fromkeys(("norm_topk_prob", "router_aux_loss_coef"), "read"),
-    "decoder_sparse_step": Only((1,)),
-    "mlp_only_layers": Only(([], None)),
+    **dict.fromkeys(
+        ("norm_topk_prob", "router_aux_loss_coef", "decoder_sparse_step", "mlp_only_layers"),
+        "read",
+    ),
 }
 
 _LINEAR: Final[Mapping[str, Rule]] = {
@@ -311,7 +312,15 @@ FAMILY_KEYS: Final[dict[Family, Mapping[str, Rule]]] = {
         **_LINEAR,
         "shared_expert_intermediate_size": "read",
     },
-    "Qwen3_5ForCausalLM": _LINEAR,
+    "Qwen3_5ForCausalLM": {**_LINEAR, "mlp_only_layers": Only(([], None))},
+    "Qwen3_5MoeForCausalLM": {
+        **_EXPERTS,
+        **_LINEAR,
+        "shared_expert_intermediate_size": "read",
+        "norm_topk_prob": Only((True, None)),
+        "decoder_sparse_step": Only((1, None)),
+        "mlp_only_layers": Only(([], None)),
+    },
     # Keys of their language models; those of towers are in models/vision/config.py.
     "Qwen2_5_VLForConditionalGeneration": {
         "attention_bias": Only((True,)),

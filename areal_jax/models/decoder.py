@@ -222,14 +222,14 @@ class Policy:
             features = jnp.moveaxis(images.by_token().astype(x.dtype), 2, 0)
             x, added = jnp.where(images.slots[:, :, None] > 0, features[0], x), features[1:]
         by_layer = None if replay is None else jnp.moveaxis(replay, 2, 0)
-        num_dense = config.num_hidden_layers - config.num_moe_layers
+        moe_layers = config.moe_layers
         if unroll:
             outputs = []
             for i, layer in enumerate(self.unstack(params)["layers"]):
                 layer_cache = None if cache is None else cache[i]
                 experts_of_layer = None
-                if by_layer is not None and i >= num_dense:
-                    experts_of_layer = by_layer[i - num_dense]
+                if by_layer is not None and i in moe_layers:
+                    experts_of_layer = by_layer[moe_layers.index(i)]
                 own = added[i] if i < len(added) else None
                 x, output = run_layer(x, (layer, layer_cache, experts_of_layer, own), windows[i])
                 outputs.append(output)
@@ -242,7 +242,7 @@ class Policy:
             # for those to which features of images are added, one for those without experts, and
             # one for those with linear attention.
             kinds = [
-                (window, i < len(added), i < num_dense, i in config.linear_layers)
+                (window, i < len(added), i not in moe_layers, i in config.linear_layers)
                 for i, window in enumerate(windows)
             ]
             runs = [(kind, len(list(run))) for kind, run in itertools.groupby(kinds)]
@@ -254,7 +254,8 @@ class Policy:
                     first, end = start, start + length
                     own_cache = jax.tree.map(lambda x, i=first, j=end: x[i:j], cache)
                     if by_layer is not None and not is_dense:
-                        own_replay = by_layer[first - num_dense : end - num_dense]
+                        place = moe_layers.index(first)
+                        own_replay = by_layer[place : place + length]
                 if is_dense:
                     own_replay = None
                 own = added[start : start + length] if is_added else None
@@ -354,10 +355,7 @@ class Policy:
 
     def _graph(self, layer: Params) -> Any:
         """Return the modules of a layer with these parameters."""
-        if "linear" in layer:
-            return self._graphs["linear_layers"]
-        is_dense = "dense_layers" in self._graphs and "router" not in layer["mlp"]
-        return self._graphs["dense_layers" if is_dense else "layers"]
+        return self._graphs[_kind("linear" in layer, "router" in layer["mlp"])]
 
     def head(self, params: Params) -> Float[Array, "D V"]:
         """Matrix from hidden states to logits; if tied, the transpose of the embedding leaf."""
@@ -432,8 +430,9 @@ class Decoder(nnx.Module):
         self.embed = nnx.Param(_normal(embed_key, table, 0.02), axes=("vocab", "embed"))
         keys = jax.random.split(layers_key, config.num_hidden_layers)
         for name, numbers in _stacks(config).items():
-            own = replace(config, moe=None) if name == "dense_layers" else config
-            make = nnx.vmap(partial(Layer, own, is_linear=name == "linear_layers"))
+            first = numbers[0]
+            own = config if first in config.moe_layers else replace(config, moe=None)
+            make = nnx.vmap(partial(Layer, own, is_linear=first in config.linear_layers))
             setattr(self, name, make(keys[np.array(numbers)]))
         self.norm = _norm(config.hidden_size, "embed", config.traits)
         if config.is_scalar:
@@ -448,21 +447,21 @@ class Decoder(nnx.Module):
 
 def _stacks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Numbers of the layers of each kind, by the name of their parameters in `Decoder`."""
-    num_dense = 0 if config.moe is None else config.moe.num_dense_layers
-    others = tuple(i for i in config.attention_layers if i >= num_dense)
-    stacks = {
-        "dense_layers": tuple(range(num_dense)),
-        "linear_layers": config.linear_layers,
-        "layers": others,
-    }
-    return {name: numbers for name, numbers in stacks.items() if numbers}
+    stacks: dict[str, tuple[int, ...]] = {}
+    for i in range(config.num_hidden_layers):
+        kind = _kind(i in config.linear_layers, i in config.moe_layers)
+        stacks[kind] = (*stacks.get(kind, ()), i)
+    return stacks
+
+
+def _kind(is_linear: bool, has_experts: bool) -> str:
+    """Name in `Decoder` of the layers of one kind."""
+    return f"{'linear' if is_linear else 'attention'}_{'moe' if has_experts else 'mlp'}"
 
 
 def _joined(config: ModelConfig, params: Params) -> Params:
     """Join the leaves of layers of all kinds, in the order of the layers."""
     stacks = _stacks(config)
-    if len(stacks) == 1:
-        return params
     found: dict[tuple[str, ...], tuple[list[Any], list[int]]] = {}
     for name, numbers in stacks.items():
         for path, leaf in traverse_util.flatten_dict(params[name]).items():

@@ -32,6 +32,7 @@ from areal_jax.metrics.files import add_file_name
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import ADAPTER_CONFIG
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.language_models import find_tensors
 from areal_jax.models.mxfp4 import find_quantized
 from areal_jax.models.vision.tensor_names import TOWER_TENSORS
 from areal_jax.parallel.sharding import fetch, put
@@ -226,7 +227,11 @@ class _Tensor(NamedTuple):
 
 
 def read_config(
-    folder: Path, ignored_keys: Collection[str] = (), *, is_adapted: bool = False
+    folder: Path,
+    ignored_keys: Collection[str] = (),
+    *,
+    is_adapted: bool = False,
+    long_rope: bool = False,
 ) -> ModelConfig:
     """Read a folder's config.json.
 
@@ -234,6 +239,7 @@ def read_config(
         folder: a Hugging Face folder.
         ignored_keys: unsupported keys to ignore.
         is_adapted: whether the caller also reads an adapter in the folder.
+        long_rope: as in `ModelConfig.from_hf`.
 
     Raises:
         FileNotFoundError: the folder has no config.json.
@@ -251,7 +257,7 @@ def read_config(
             f"transformers would add it to the weights; set policy.adapter={folder} to train it, "
             "or move its files to another folder"
         )
-    return ModelConfig.from_hf(read_json(path), str(path), ignored_keys)
+    return ModelConfig.from_hf(read_json(path), str(path), ignored_keys, long_rope=long_rope)
 
 
 def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.float32) -> Params:
@@ -283,6 +289,10 @@ def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.
             for tensor in file.offset_keys()
         }
         _check_index(folder, files, opened)
+        if policy.config.vision is None:
+            # Families with interleaved matrices have their own layout of experts.
+            splits = not policy.config.traits.interleaved
+            opened = find_tensors(opened, str(folder), splits_experts=splits)
         quantized = find_quantized({name: source.file for name, source in opened.items()})
         for name, file in quantized.items():
             opened[name] = Source(file, opened.pop(f"{name}_blocks").name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -51,9 +51,33 @@ class Yarn:
     """Whether the ends of the ramp are rounded to dimensions."""
 
 
-RopeScaling: TypeAlias = Linear | Llama3 | Yarn
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (arXiv:2402.13753): each frequency has its own divisor, one for sequences up to the
+    original length and one for longer ones; q and k are multiplied by `attention_factor`.
+    """
 
-_KINDS: dict[str, type[RopeScaling]] = {"linear": Linear, "llama3": Llama3, "yarn": Yarn}
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+    is_long: bool = False
+    """Whether `long_factor` is used, whatever the length of a sequence: tokens that are decoded
+    cannot be rotated again when their sequence becomes long."""
+
+
+RopeScaling: TypeAlias = Linear | Llama3 | Yarn | LongRope
+
+_KINDS: dict[str, type[RopeScaling]] = {
+    "linear": Linear,
+    "llama3": Llama3,
+    "yarn": Yarn,
+    "longrope": LongRope,
+}
+ALL_TYPES = tuple(_KINDS)
+"""Values of rope_type of all scalings."""
+_ALIASES = {"su": "longrope"}
+"""Earlier names."""
 
 
 class Rotary(NamedTuple):
@@ -67,7 +91,9 @@ class Rotary(NamedTuple):
     """Base of layers with a window, which are not scaled; None: as of other layers."""
 
 
-def from_hf(config: Mapping[str, Any], source: str, *, by_window: bool = False) -> Rotary:
+def from_hf(
+    config: Mapping[str, Any], source: str, *, by_window: bool = False, is_long: bool = False
+) -> Rotary:
     """Read RoPE from a config.json.
 
     Its keys are in rope_parameters, or in files of transformers before version 5 in rope_theta,
@@ -77,6 +103,7 @@ def from_hf(config: Mapping[str, Any], source: str, *, by_window: bool = False) 
         config: content of the file.
         source: name of the file, for errors.
         by_window: whether layers with a window have their own RoPE.
+        is_long: of `LongRope`.
 
     Raises:
         ValueError: a setting is not supported, contradictory or missing.
@@ -115,6 +142,7 @@ def from_hf(config: Mapping[str, Any], source: str, *, by_window: bool = False) 
             f"{source}: expected rope_theta to be a number above 1, found {wrong[0]!r}"
         )
     kinds = [settings.pop(name) for name in ("rope_type", "type") if name in settings]
+    kinds = [_ALIASES.get(kind, kind) for kind in kinds]
     kind = kinds[0] if kinds else "default"
     known = ", ".join(map(repr, ["default", *_KINDS]))
     if kind not in ("default", *_KINDS) or set(kinds) - {kind}:
@@ -129,8 +157,11 @@ def from_hf(config: Mapping[str, Any], source: str, *, by_window: bool = False) 
         )
     try:
         scaling = _scaling(kind, settings, config)
+        if isinstance(scaling, LongRope):
+            scaling = replace(scaling, is_long=is_long)
     except (TypeError, ValueError) as error:
-        fields = ", ".join(_KINDS[kind].__dataclass_fields__) if kind in _KINDS else "nothing"
+        fields = [name for name in getattr(_KINDS.get(kind), "__dataclass_fields__", ["nothing"])]
+        fields = ", ".join(name for name in fields if name != "is_long")
         raise ValueError(
             f"{source}: expected {spelling} of rope_type={kind!r} with numbers for {fields}, found "
             f"{written!r} ({error})"
@@ -197,6 +228,8 @@ def _scaling(
         scales = values.pop("mscale", None), values.pop("mscale_all_dim", None)
         if "factor" in values and "attention_factor" not in values:
             values["attention_factor"] = _attention_factor(values["factor"], *scales)
+    if kind == "longrope":
+        return _long_rope(values, max_position_embeddings)
     if not isinstance(values.get("truncate", True), bool):
         raise ValueError(f"expected truncate to be true or false, found {values['truncate']!r}")
     if wrong := [
@@ -218,6 +251,31 @@ def _scaling(
     return _KINDS[kind](**fields)
 
 
+def _long_rope(values: dict[str, Any], max_position_embeddings: int) -> LongRope:
+    """Make a LongRoPE; the attention factor of a scaling by s is sqrt(1 + ln s / ln(length))
+    (equation 6).
+    """
+    length = values["original_max_position_embeddings"]
+    factors = [values.pop(name, None) for name in ("short_factor", "long_factor")]
+    factor, attention = (
+        number if (number := values.pop(name, None)) is not None else default
+        for name, default in (("factor", max_position_embeddings / length), ("attention_factor", 0))
+    )
+    if any(not isinstance(each, list) or not each for each in factors):
+        raise ValueError("expected lists of numbers for short_factor and long_factor")
+    short, long = factors
+    numbers = [*short, *long, length, factor]
+    if len(short) != len(long) or any(not _is_number(each) or each <= 0 for each in numbers):
+        raise ValueError("expected numbers above 0, and as many in short_factor as in long_factor")
+    if not _is_number(attention) or attention < 0 or length < 2:
+        raise ValueError("expected attention_factor of at least 0, and a length of at least 2")
+    if not attention:
+        attention = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    short, long = (tuple(map(float, each)) for each in factors)
+    # Other settings have no meaning.
+    return LongRope(short, long, **values, attention_factor=float(attention))
+
+
 _MAY_BE_NULL = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Settings of YaRN that transformers computes if they are null."""
 
@@ -234,14 +292,30 @@ def to_hf(
     With a RoPE by window they are in rope_parameters, because versions disagree about the older
     keys.
     """
-    kinds = {cls: kind for kind, cls in _KINDS.items()}
-    written = None if scaling is None else {"rope_type": kinds[type(scaling)]} | asdict(scaling)
+    written = None if scaling is None else {"rope_type": type_of(scaling)} | asdict(scaling)
+    if isinstance(scaling, LongRope) and written is not None:
+        del written["is_long"]
+        written |= {name: list(written[name]) for name in ("short_factor", "long_factor")}
     if by_window:
         full = {"rope_theta": theta} | (written or {"rope_type": "default"})
         local = {"rope_type": "default", "rope_theta": local_theta or theta}
         return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
     partial = {} if partial_factor is None else {"partial_rotary_factor": partial_factor}
     return {"rope_theta": theta, "rope_scaling": written} | partial
+
+
+def type_of(scaling: RopeScaling) -> str:
+    """Return the rope_type of a scaling."""
+    return next(name for name, cls in _KINDS.items() if isinstance(scaling, cls))
+
+
+def check_length(scaling: RopeScaling | None, rotary_dim: int, source: str) -> None:
+    """Raise ValueError if longrope has not one factor for each pair of rotated dimensions."""
+    if isinstance(scaling, LongRope) and 2 * len(scaling.short_factor) != rotary_dim:
+        raise ValueError(
+            f"{source}: expected rope_scaling of rope_type='longrope' with {rotary_dim // 2} "
+            f"numbers in short_factor and long_factor, found {len(scaling.short_factor)}"
+        )
 
 
 def frequencies(
@@ -252,8 +326,8 @@ def frequencies(
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """Factor of cos and sin: the attention factor of YaRN, else 1."""
-    return scaling.attention_factor if isinstance(scaling, Yarn) else 1.0
+    """Factor of cos and sin: the attention factor of YaRN and LongRoPE, else 1."""
+    return scaling.attention_factor if isinstance(scaling, Yarn | LongRope) else 1.0
 
 
 def _scaled(
@@ -264,6 +338,8 @@ def _scaled(
             return frequencies
         case Linear(factor):
             return frequencies / factor
+        case LongRope(short, long):
+            return frequencies / np.array(long if scaling.is_long else short)
         case Llama3(factor, low, high, length):
             rotations = length * frequencies / (2 * math.pi)
             unchanged = np.clip((rotations - low) / (high - low), 0, 1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from areal_jax.models.rope import ALL_TYPES
 from areal_jax.models.vision.config import VisionKind
 from areal_jax.models.vision.tensor_names import QWEN3_VL_NAMES
 
@@ -66,8 +67,8 @@ class Traits(NamedTuple):
     """Whether RoPE may rotate the first dimensions of a head alone (partial_rotary_factor)."""
     rope_interleaved: bool = False
     """Whether RoPE rotates dimensions 2i and 2i + 1, not i and i + half."""
-    scales_rope: bool = True
-    """Whether transformers reads RoPE scalings as for other families."""
+    rope_types: tuple[str, ...] = ALL_TYPES
+    """RoPE scalings that transformers reads."""
     windows: Windows | None = None
     vision: VisionKind | None = None
     """Vision tower, whose images have positions of their own in RoPE (M-RoPE)."""
@@ -134,6 +135,20 @@ _FUSED_CONVOLUTION = {
     )
 }
 
+_QWEN3_5 = Traits(
+    "qwen3_5_text",
+    _LINEAR | {"num_key_value_heads": 4},
+    qk_norm=True,
+    norm_offset=1.0,
+    rotates_part=True,
+    has_linear_attention=True,
+    gates_attention=True,
+    has_unread_layers=True,
+    not_null=("head_dim", "num_key_value_heads"),
+    fused=_FUSED_CONVOLUTION
+    | {f"{_LAYER}linear_attn.in_proj_qkv.weight": _linear_names("q", "k", "v")},
+)
+
 TRAITS: dict[str, Traits] = {
     "Qwen2ForCausalLM": Traits(
         "qwen2",
@@ -190,7 +205,7 @@ TRAITS: dict[str, Traits] = {
     "Phi3ForCausalLM": Traits(
         "phi3",
         {"rms_norm_eps": 1e-5, "sliding_window": None},
-        scales_rope=False,
+        rope_types=("longrope",),
         rotates_part=True,
         windows=Windows(is_optional=False, by_layer=False),
         fused=_QKV | _GATE_UP,
@@ -213,8 +228,14 @@ TRAITS: dict[str, Traits] = {
     "Gemma3ForCausalLM": Traits(
         "gemma3_text",
         {
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
+            "max_position_embeddings": 131072,
             "tie_word_embeddings": True,
             "query_pre_attn_scalar": 256,
             "rope_theta": 1e6,
@@ -300,18 +321,22 @@ TRAITS: dict[str, Traits] = {
             f"{_LAYER}linear_attn.in_proj_ba.weight": _linear_names("b", "a"),
         },
     ),
-    "Qwen3_5ForCausalLM": Traits(
-        "qwen3_5_text",
-        _LINEAR | {"num_key_value_heads": 4},
-        qk_norm=True,
-        norm_offset=1.0,
-        rotates_part=True,
-        has_linear_attention=True,
-        gates_attention=True,
-        has_unread_layers=True,
-        not_null=("head_dim", "num_key_value_heads"),
-        fused=_FUSED_CONVOLUTION
-        | {f"{_LAYER}linear_attn.in_proj_qkv.weight": _linear_names("q", "k", "v")},
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5._replace(
+        model_type="qwen3_5_moe_text",
+        defaults=_LINEAR
+        | {
+            "num_key_value_heads": 2,
+            "norm_topk_prob": True,
+            # There is no MLP beside experts.
+            "intermediate_size": 512,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        is_moe=True,
+        expert_keys={"norm_topk_prob": None},
     ),
     "Qwen2_5_VLForConditionalGeneration": Traits(
         "qwen2_5_vl",

@@ -158,9 +158,9 @@ def _small_critic(plan: Plan) -> Iterator[str]:
             f"policy.path={plan.experiment.policy.path} has a tokenizer.json of "
             f"{plan.tokenizer.vocab_size}; expected a critic that reads the same"
         )
-    if engine.max_tokens > critic.max_position_embeddings:
+    if engine.max_tokens > critic.max_positions:
         yield (
             f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer "
-            f"than the {critic.max_position_embeddings} positions that {setting} was made for; "
+            f"than the {critic.max_positions} positions that {setting} was made for; "
             "lower either"
         )

@@ -99,8 +99,8 @@ def _require_size(
             f"{policy.config.vocab_size} tokens that policy.path={experiment.policy.path} may "
             "sample; name a policy with at least as many"
         )
-    if model.max_position_embeddings < min(row_tokens, policy.config.max_position_embeddings):
+    if model.max_positions < min(row_tokens, policy.config.max_positions):
         raise ValueError(
-            f"{named} was made for {model.max_position_embeddings} positions, fewer than a "
+            f"{named} was made for {model.max_positions} positions, fewer than a "
             "sequence may have; lower engine.max_prompt_tokens or engine.max_new_tokens"
         )

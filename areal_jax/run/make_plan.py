@@ -220,7 +220,7 @@ def find_examples(
         experiment.prompt,
         training.tokenizer,
         seed=derive_seed(experiment.seed, "examples"),
-        max_tokens=min(training.row_tokens, training.policy.config.max_position_embeddings),
+        max_tokens=min(training.row_tokens, training.policy.config.max_positions),
     )
 
 

@@ -87,7 +87,9 @@ def read_model(config: PolicyConfig, folder: Path) -> ModelConfig:
     """
     adapter = config.adapter
     is_adapted = adapter is not None and Path(adapter).expanduser().resolve() == folder.resolve()
-    return read_config(folder, config.ignore_config_keys, is_adapted=is_adapted)
+    return read_config(
+        folder, config.ignore_config_keys, is_adapted=is_adapted, long_rope=config.long_rope
+    )
 
 
 def find_critic(config: PolicyConfig, folder: Path) -> Policy:

@@ -115,7 +115,7 @@ def run_preflight(experiment: AnyExperiment, source: str | None) -> PreflightRep
     with config_errors():
         ignored = experiment.policy.ignore_config_keys
         tokenizer = HFTokenizer.from_folder(folder, ignored)
-        model = read_config(folder, ignored, is_adapted=True)
+        model = read_config(folder, ignored, is_adapted=True, long_rope=experiment.policy.long_rope)
     if problems := list(find_unreadable(experiment, model, tokenizer)):
         raise ConfigError("\n".join(problems))
     with TemporaryDirectory() as scratch:

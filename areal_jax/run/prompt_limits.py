@@ -57,8 +57,8 @@ def limit_prompts(experiment: AnyExperiment, **tasks: Sequence[Task]) -> Limited
     ignored = experiment.policy.ignore_config_keys
     with config_errors():
         folder = resolve_policy_folder(experiment.policy.path)
-        model = read_config(folder, ignored, is_adapted=True)
-        positions = model.max_position_embeddings
+        model = read_config(folder, ignored, is_adapted=True, long_rope=experiment.policy.long_rope)
+        positions = model.max_positions
         tokenizer = load_tokenizer(folder, find_image_reader(folder, model), ignored)
     prompts = _measure(experiment, tokenizer, tasks)
     turns = later_turns(tokenizer, experiment.workflow)

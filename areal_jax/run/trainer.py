@@ -107,22 +107,22 @@ def _forward(plan: TrainingPlan, policy: Policy, row_tokens: int) -> Forward:
 def shares_prefixes(plan: TrainingPlan) -> bool:
     """Return whether tokens with which several samples begin are packed once.
 
-    All policies that read the samples compute attention alone over the tokens before; recorded
-    experts and images belong to a sample.
+    All policies that read the samples compute attention alone over the tokens before; images
+    belong to a sample.
     """
     experiment = plan.experiment
     if not isinstance(experiment, Experiment):
         return False
     policies = [plan.policy, plan.critic, *(spec.policy for spec in plan.frozen_models)]
-    can_share = not experiment.engine.router_replay and not any(
+    can_share = not any(
         policy.config.linear or policy.config.vision for policy in policies if policy is not None
     )
     match experiment.trainer.share_prefixes:
         case "always":
             if not can_share:
                 raise ConfigError(
-                    "trainer.share_prefixes=always needs policies without linear attention, images "
-                    "and engine.router_replay; set it to auto"
+                    "trainer.share_prefixes=always needs policies without linear attention and "
+                    "images; set it to auto"
                 )
             return True
         case "never":

@@ -69,7 +69,12 @@ def make_tiny_plan(experiment: AnyExperiment, policy_folder: Path, folder: Path)
     device = jax.local_devices(backend="cpu")[0]
     mesh = make_meshes(PlacementConfig(), [device]).train
     settings = experiment.policy
-    model = hf.read_config(policy_folder, settings.ignore_config_keys, is_adapted=True)
+    model = hf.read_config(
+        policy_folder,
+        settings.ignore_config_keys,
+        is_adapted=True,
+        long_rope=settings.long_rope,
+    )
     tokenizer = HFTokenizer.from_folder(policy_folder, settings.ignore_config_keys)
     policy = Policy(_shrink(model, tokenizer))
     for name in hf.TOKENIZER_FILES:
@@ -138,7 +143,7 @@ def _shrink(model: ModelConfig, tokenizer: HFTokenizer) -> ModelConfig:
         head_dim=16,
         rope_theta=10000.0,
         rms_norm_eps=1e-6,
-        max_position_embeddings=model.max_position_embeddings,
+        max_position_embeddings=model.max_positions,
         tie_word_embeddings=True,
         attention_bias=True,
         qk_norm=False,

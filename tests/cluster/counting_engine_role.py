@@ -48,8 +48,16 @@ class Counting:
             if all(self._is_done(request, sample, each) for sample, each in enumerate(sampled)):
                 break
         del self._sampled[request.id]
-        done = [Completion(each.tokens, each.logp, each.versions, "stop") for each in sampled]
+        done = [
+            Completion(each.tokens, each.logp, each.versions, "stop", experts=self._experts(each))
+            for each in sampled
+        ]
         return wire.encode_completions(done)
+
+    def _experts(self, sampled: Completion) -> np.ndarray:
+        """Return for each token, in two layers, its number and the number of this engine."""
+        ids = np.stack([sampled.tokens, np.full_like(sampled.tokens, self._version)], axis=1)
+        return np.stack([ids, ids[:, ::-1]], axis=1).astype(np.uint8)
 
     def die(self) -> None:
         os._exit(9)

@@ -94,6 +94,10 @@ def test_request_resumes_on_another_engine_from_the_last_report(
         # twice, none missing.
         assert completion.tokens.tolist() == list(range(LENGTH))
         assert completion.versions.tolist() == [0] * 5 + [1] * (LENGTH - 5)
+        # The experts of all tokens, from the engine that prefilled the first ones again.
+        assert completion.experts is not None and completion.experts.dtype == np.uint8
+        assert completion.experts[:, 0].tolist() == [[i, 1] for i in range(LENGTH)]
+        assert completion.experts[:, 1].tolist() == [[1, i] for i in range(LENGTH)]
     assert any(
         "worker died: engine 0" in message and "moved_requests=1" in message
         for message in caplog.messages

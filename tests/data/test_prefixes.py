@@ -10,13 +10,24 @@ from areal_jax.data.prefixes import find_branches, sort_alike
 
 def sequence(tokens: list[int], num_context: int) -> TrainingSequence:
     own = np.asarray(tokens, np.int32)
-    return TrainingSequence(own, np.arange(len(own)) >= num_context, num_context=num_context)
+    return TrainingSequence(
+        own,
+        np.arange(len(own)) >= num_context,
+        experts=np.stack([own, 5 - own], axis=1)[:, None].astype(np.uint8),
+        num_context=num_context,
+    )
 
 
-# Two different tokens, so that many sequences begin alike, at any depth.
+def routed(numbers: list[int], num_context: int) -> TrainingSequence:
+    """A sequence in which number 3 is the token 2 with other experts."""
+    own = sequence(numbers, num_context)
+    return own._replace(tokens=np.minimum(own.tokens, 2))
+
+
+# Few different tokens, so that many sequences begin alike, at any depth.
 drawn_sequences = st.lists(
-    st.lists(st.integers(1, 2), min_size=1, max_size=14).flatmap(
-        lambda tokens: st.builds(sequence, st.just(tokens), st.integers(0, len(tokens)))
+    st.lists(st.integers(1, 3), min_size=1, max_size=14).flatmap(
+        lambda tokens: st.builds(routed, st.just(tokens), st.integers(0, len(tokens)))
     ),
     min_size=1,
     max_size=12,
@@ -41,6 +52,8 @@ def test_every_token_sees_its_own_sequence(
             seen = (places <= place) & (place < until)
             # In the row, the tokens that it sees are those of its sequence, in order.
             np.testing.assert_array_equal(tokens[seen], each.tokens[: i + 1])
+            assert batch.experts is not None and each.experts is not None
+            np.testing.assert_array_equal(batch.experts[row % rows][seen], each.experts[: i + 1])
             np.testing.assert_array_equal(
                 batch.positions[row % rows][seen], np.arange(i + 1, dtype=np.int32)
             )

@@ -198,6 +198,20 @@ def test_experts_are_kept_from_when_a_token_was_first_fed(on_update: str) -> Non
             np.testing.assert_array_equal(completion.experts[before:], new[0, before:])
 
 
+@pytest.mark.parametrize("kv_tokens", [0, 76])
+@pytest.mark.slow
+def test_experts_of_rebuilt_caches_are_those_of_the_new_weights(kv_tokens: int) -> None:
+    # With 76 tokens of KV cache the last sequence is preempted, and prefilled by new weights.
+    config = chz.replace(CONFIG, replayed_experts="rebuilt", kv_tokens=kv_tokens)
+    engine = engine_of(config, 1)
+    for completion in run(engine, Updates(engine, (0, 1), (3, 2)), asked("a", 4)):
+        tokens = fed(completion)[None]
+        (_, old), (_, new) = (experts_of(params_of(seed), tokens) for seed in (1, 2))
+        assert set(completion.versions.tolist()) == {0, 1}
+        assert (old != new).any()
+        np.testing.assert_array_equal(completion.experts, new[0])
+
+
 @pytest.mark.slow
 def test_suspended_completions_keep_their_experts() -> None:
     engine = engine_of(CONFIG, 1)

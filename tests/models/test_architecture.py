@@ -3,13 +3,15 @@ import json
 import math
 
 import jax
+import numpy as np
 import pytest
 from tiny_policies import EXPERTS, SIZES, tiny_policy
 
+from areal_jax.models import rope
 from areal_jax.models.architecture import TRAITS, ModelConfig
 from areal_jax.models.config_keys import FAMILY_KEYS
-from areal_jax.models.rope import Yarn
 
+LONG = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], **SIZES}
 
 
@@ -139,7 +141,20 @@ def test_unsupported_settings_are_refused_with_their_file(setting, value):
             "use_sliding_window",
         ),
         ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
-        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 4}, "at least one layer with experts"),
+        ("Qwen3_5MoeForCausalLM", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": LONG | {"long_factor": [1.0], "short_factor": [1.0]}},
+            "with 2 numbers in short_factor and long_factor, found 1",
+        ),
+        ("Phi3ForCausalLM", {"rope_scaling": LONG | {"long_factor": [1.0]}}, "as many in short_f"),
+        ("Phi3ForCausalLM", {"rope_scaling": LONG | {"long_factor": 2.0}}, "lists of numbers"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "no RoPE scaling but longrope",
+        ),
         (
             "Qwen3MoeForCausalLM",
             {
@@ -149,7 +164,7 @@ def test_unsupported_settings_are_refused_with_their_file(setting, value):
             },
             "layer_types",
         ),
-        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [3]}, "mlp_only_layers"),
         (
             "Qwen3MoeForCausalLM",
             {"num_experts_per_tok": 5},
@@ -168,7 +183,7 @@ def test_rope_scaling_is_read_from_old_and_new_keys():
     old = read(rope_theta=7.0, rope_scaling={"type": "yarn"} | yarn)
     assert old == read(rope_parameters={"rope_type": "yarn", "rope_theta": 7.0} | yarn)
     # The attention factor of arXiv:2309.00071, equation 22.
-    assert old.rope_scaling == Yarn(4.0, 16, attention_factor=0.1 * math.log(4) + 1)
+    assert old.rope_scaling == rope.Yarn(4.0, 16, attention_factor=0.1 * math.log(4) + 1)
     # A factor of null is the ratio of lengths: 64 positions over 16.
     assert (
         read(
@@ -181,7 +196,7 @@ def test_rope_scaling_is_read_from_old_and_new_keys():
     halved = read(
         rope_scaling={"type": "yarn", "mscale": 2.0, "mscale_all_dim": 1.0} | yarn
     ).rope_scaling
-    assert isinstance(halved, Yarn) and halved.attention_factor == pytest.approx(
+    assert isinstance(halved, rope.Yarn) and halved.attention_factor == pytest.approx(
         1.2772589 / 1.1386294, abs=1e-6
     )
 
@@ -221,6 +236,7 @@ def test_windows_are_read_by_layer(settings, windows):
             "original_max_position_embeddings": 16,
         },
         {"rope_type": "yarn", "factor": 2.0, "beta_fast": 8.0, "truncate": False},
+        LONG,
     ],
 )
 def test_rope_scaling_round_trips(scaling):
@@ -252,6 +268,8 @@ def test_expert_config_round_trips():
         ("MinistralForCausalLM", {"layer_types": ["full_attention"] * 3}),
         ("Olmo3ForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("Qwen2MoeForCausalLM", {"use_sliding_window": True, "sliding_window": 4}),
+        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}),
+        ("Qwen3NextForCausalLM", {"mlp_only_layers": [0, 3]}),
     ],
 )
 def test_settings_beside_a_familys_defaults_round_trip(architecture, settings):
@@ -324,6 +342,27 @@ def test_llama_sliding_window_is_refused():
         tiny_policy("LlamaForCausalLM", sliding_window=4096)
     with pytest.raises(ValueError, match="layer_types"):
         tiny_policy("LlamaForCausalLM", layer_types=["sliding_attention"] * 3)
+
+
+def test_longrope_has_short_factors_unless_set():
+    original = tiny_policy("Phi3ForCausalLM").config.to_hf()
+    # sqrt(1 + ln(64 / 16) / ln 16) = sqrt(1.5), with max_position_embeddings=64.
+    original |= {"rope_scaling": LONG, "original_max_position_embeddings": 16}
+    short, long = (
+        ModelConfig.from_hf(original, "a test", long_rope=is_on) for is_on in (False, True)
+    )
+    assert (short.max_positions, long.max_positions) == (16, 64)
+    assert isinstance(short.rope_scaling, rope.LongRope)
+    assert short.rope_scaling.attention_factor == pytest.approx(1.5**0.5)
+    plain = rope.frequencies(4, 100.0, None)
+    for config, factors in ((short, [1.0, 2.0]), (long, [3.0, 4.0])):
+        found = rope.frequencies(4, 100.0, config.rope_scaling)
+        np.testing.assert_allclose(found, plain / factors)
+        assert config.to_hf(original) == original
+    # The name in the first files.
+    older = original | {"rope_scaling": {name: LONG[name] for name in LONG if name != "rope_type"}}
+    older["rope_scaling"] |= {"type": "su"}
+    assert ModelConfig.from_hf(older, "a test") == short
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])

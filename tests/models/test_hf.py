@@ -46,7 +46,8 @@ def test_load_inverts_save_bit_exactly(tmp_path, architecture, tied):
     "family",
     [
         *("qwen2", "qwen2_tied", "qwen3_moe", "llama_linear_biased", "gemma3", "glm4", "gpt_oss"),
-        *("ministral", "mistral", "olmo2", "olmo3", "phi3", "qwen2_moe"),
+        *("ministral", "mistral", "olmo2", "olmo3", "phi3", "qwen2_moe", "qwen3_5_moe"),
+        "qwen3_next_dense",
     ],
 )
 def test_resaving_transformers_folder_is_bit_exact(tmp_path, family):
@@ -252,6 +253,49 @@ def test_layers_that_predict_several_tokens_are_not_read(tmp_path):
     save_file(tensors | extra, tmp_path / "model.safetensors")
     read = hf.load(tmp_path, policy, on_one_device(policy))
     jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_language_model_beside_a_vision_tower_is_read(tmp_path, caplog, is_fused):
+    policy, params = saved(tmp_path / "text", "Qwen3_5MoeForCausalLM")
+    tensors = load_file(tmp_path / "text" / "model.safetensors")
+    published = {"model.visual.pos_embed.weight": np.zeros((2, 2), np.float32)}
+    for name, tensor in tensors.items():
+        published[name.replace("model.", "model.language_model.", 1)] = tensor
+    if is_fused:
+        for i, kinds in itertools.product(range(4), (("gate", "up"), ("down",))):
+            experts = f"model.language_model.layers.{i}.mlp.experts."
+            # [experts, outputs, inputs], the gate before the up matrix.
+            published[f"{experts}{'_'.join(kinds)}_proj"] = np.stack(
+                [
+                    np.concatenate([published.pop(f"{experts}{e}.{k}_proj.weight") for k in kinds])
+                    for e in range(4)
+                ]
+            )
+    folder = tmp_path / "published"
+    folder.mkdir()
+    save_file(published, folder / "model.safetensors")
+    text = json.loads((tmp_path / "text" / "config.json").read_text())
+    del text["architectures"]
+    config = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": text | {"tie_word_embeddings": True},
+        "vision_config": {"depth": 1},
+        "image_token_id": 30,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    assert hf.read_config(folder) == policy.config
+    with caplog.at_level("INFO"):
+        assert_equal(hf.load(folder, policy, on_one_device(policy)), params)
+    assert "reading the language model; vision tensors=1 ignored" in caplog.text
+    hf.save(tmp_path / "copy", policy, params, folder)
+    assert json.loads((tmp_path / "copy" / "config.json").read_text())["architectures"] == [
+        "Qwen3_5MoeForCausalLM"
+    ]
+    assert hf.read_config(tmp_path / "copy") == policy.config
+    assert load_file(tmp_path / "copy" / "model.safetensors").keys() == tensors.keys()
 
 
 def test_folder_without_policy_is_refused(tmp_path):

@@ -78,6 +78,7 @@ FAMILY: dict[str, Mapping[str, object]] = {
     "DeepseekV3ForCausalLM": LATENT,
     "Qwen3NextForCausalLM": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 8},
     "Qwen3_5ForCausalLM": LINEAR,
+    "Qwen3_5MoeForCausalLM": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 8},
     "Qwen2_5_VLForConditionalGeneration": VISION
     | {"vision_config": VISION["vision_config"] | {"window_size": 8, "fullatt_block_indexes": [1]}},
     "Qwen3VLForConditionalGeneration": VISION

@@ -46,12 +46,18 @@ EXPERTS = [
     )
     for length in LENGTHS
 ]
+# Three have the same prompt of 6 tokens; the experts of the last differ in its fifth.
+NUM_CONTEXT = 6
+for each in (1, 3):
+    TOKENS[each][:NUM_CONTEXT] = TOKENS[0][:NUM_CONTEXT]
+    EXPERTS[each][:NUM_CONTEXT] = EXPERTS[0][:NUM_CONTEXT]
+EXPERTS[3][4, 0] = EXPERTS[3][4, 0, ::-1]
 
 
 def logprobs_and_gradient(
-    *, replays: bool, rows: int, remat: Remat, **mesh: int
+    *, replays: bool, rows: int, remat: Remat, shares: bool = False, **mesh: int
 ) -> tuple[list[np.ndarray], Any]:
-    """Log-probs by sequence, and the gradient of their sum."""
+    """Log-probs of the answers by sequence, and the gradient of their sum."""
     on = train_mesh(**mesh)
     config = TrainerConfig(rows_per_micro_batch=rows, remat=remat)
     forward = Forward(
@@ -62,21 +68,35 @@ def logprobs_and_gradient(
         temperature=1.0,
         row_tokens=ROW_TOKENS,
         replays_router=replays,
+        shares_prefixes=shares,
     )
     sequences = [
-        TrainingSequence(tokens, np.ones(len(tokens), bool), experts=experts)
+        TrainingSequence(
+            tokens,
+            np.arange(len(tokens)) >= NUM_CONTEXT,
+            experts=experts,
+            num_context=NUM_CONTEXT,
+        )
         for tokens, experts in zip(TOKENS, EXPERTS, strict=True)
     ]
-    (batch,), layout = pack(sequences, rows=forward.rows, row_tokens=ROW_TOKENS)
-    columns = batch.tokens, batch.segment_ids, batch.positions, batch.experts
-    inputs = ModelInputs(*put_batch(on, columns, TRAIN_RULES))
+    (batch,), layout = pack(
+        sequences, rows=forward.rows, row_tokens=ROW_TOKENS, share_prefixes=shares
+    )
+    # One begins with 5 tokens of another, one with 3.
+    assert sorted(layout.branches.num_shared) == ([0, 0, 0, 0, 3, 5] if shares else [0] * 6)
+    columns = batch.tokens, batch.segment_ids, batch.positions, batch.experts, batch.loss_mask
+    *columns, mask = put_batch(on, columns, TRAIN_RULES)
+    inputs = ModelInputs(*columns)
+    if shares:
+        (until,) = put_batch(on, (batch.visible_until,), TRAIN_RULES)
+        inputs = inputs._replace(visible_until=until)
     inputs = inputs if replays else inputs._replace(experts=None)
     placed = shardings(on, POLICY.axes(), POLICY.abstract(), TRAIN_RULES)
 
     @jax.jit
     def run(params: Params, inputs: ModelInputs):
         def total(params: Params):
-            logp = forward.predictions(params, {}, inputs)[0]
+            logp = forward.predictions(params, {}, inputs)[0] * mask
             return logp.sum(), logp
 
         return jax.value_and_grad(total, has_aux=True)(params)
@@ -97,13 +117,17 @@ def test_replay_reaches_forward_gradient_and_remat_on_any_mesh() -> None:
             replay=jnp.asarray(experts)[None],
         )
         every = jax.nn.log_softmax(hidden @ PARAMS["head"])[0]
+        answer = np.arange(NUM_CONTEXT, len(tokens))
         np.testing.assert_allclose(
-            ours[1:], every[np.arange(len(tokens) - 1), tokens[1:]], atol=1e-5
+            ours[NUM_CONTEXT:], every[answer - 1, tokens[NUM_CONTEXT:]], atol=1e-5
         )
-    spread = logprobs_and_gradient(
-        replays=True, rows=2, remat="full", devices=8, fsdp=2, expert=2, tensor=2
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), spread, (logp, gradient))
+    for shares, axes in ((False, {"fsdp": 2, "tensor": 2}), (True, {"context": 2, "fsdp": 2})):
+        spread = logprobs_and_gradient(
+            replays=True, rows=2, remat="full", shares=shares, devices=8, expert=2, **axes
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), spread, (logp, gradient)
+        )
     native, of_native = logprobs_and_gradient(replays=False, rows=8, remat="none")
     assert max(np.abs(a - b).max() for a, b in zip(native, logp, strict=True)) > 0.01
     difference = jax.tree.map(lambda a, b: np.abs(a - b).max(), gradient, of_native)

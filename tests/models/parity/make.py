@@ -15,7 +15,8 @@ written by `save_pretrained`, and expected.safetensors with
 - `balance`: the load-balance loss alone,
 - the gradient of `loss`: of matrices the sums over each of the last two dimensions, `rows.NAME` and
   `columns.NAME`; of vectors `rows.NAME`,
-- `greedy` [1, 72]: 8 tokens of a prompt, and 64 of `generate`.
+- `greedy` [1, 72]: 8 tokens of a prompt, and 64 of `generate`,
+- of a policy with longrope `long_tokens` [1, 100], and the last 8 of their logits.
 
 Every parameter is random, including biases and norms, so that a missing one shows. Weights are
 bfloat16 to save space; the results are those of the same values in float32.
@@ -70,6 +71,7 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
 SIZES = {
     "vocab_size": 40,
@@ -205,6 +207,18 @@ def later_families() -> dict[str, PreTrainedModel]:
                 **tokens,
             )
         ),
+        "qwen3_5_moe": Qwen3_5MoeForCausalLM(
+            Qwen3_5MoeTextConfig(
+                **sampled_sizes(15) | {"num_hidden_layers": 3, "hidden_size": 24},
+                **linear,
+                **experts,
+                head_dim=8,
+                layer_types=[f"{kind}_attention" for kind in ("linear", "full", "linear")],
+                shared_expert_intermediate_size=12,
+                router_aux_loss_coef=0.1,
+                **tokens,
+            )
+        ),
         "mistral": MistralForCausalLM(
             MistralConfig(**sampled_sizes(1), head_dim=12, sliding_window=5, **tokens)
         ),
@@ -232,6 +246,19 @@ def later_families() -> dict[str, PreTrainedModel]:
         ),
         "phi3": Phi3ForCausalLM(
             Phi3Config(**sampled_sizes(5) | {"hidden_size": 32}, sliding_window=6, **tokens)
+        ),
+        "phi3_longrope": Phi3ForCausalLM(
+            Phi3Config(
+                **sampled_sizes(16) | {"hidden_size": 32, "num_hidden_layers": 2},
+                original_max_position_embeddings=96,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 1000.0,
+                    "short_factor": [1.0, 1.1, 1.4, 2.0],
+                    "long_factor": [1.0, 2.5, 4.0, 6.0],
+                },
+                **tokens,
+            )
         ),
         "phi3_partial": Phi3ForCausalLM(
             Phi3Config(
@@ -262,6 +289,32 @@ def later_families() -> dict[str, PreTrainedModel]:
                 **sampled_sizes(9),
                 **experts,
                 shared_expert_intermediate_size=20,
+                router_aux_loss_coef=0.1,
+                **tokens,
+            )
+        ),
+        # Layers without experts.
+        "qwen3_moe_dense": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **sampled_sizes(17) | {"num_hidden_layers": 4, "hidden_size": 16},
+                **experts,
+                head_dim=4,
+                decoder_sparse_step=2,
+                mlp_only_layers=[1],
+                norm_topk_prob=True,
+                router_aux_loss_coef=0.1,
+                **tokens,
+            )
+        ),
+        "qwen3_next_dense": Qwen3NextForCausalLM(
+            Qwen3NextConfig(
+                **sampled_sizes(18) | {"num_hidden_layers": 4, "hidden_size": 16},
+                **linear,
+                **experts | {"num_experts": 3},
+                head_dim=8,
+                layer_types=[f"{kind}_attention" for kind in ("linear", "full", "linear", "full")],
+                mlp_only_layers=[0, 3],
+                shared_expert_intermediate_size=12,
                 router_aux_loss_coef=0.1,
                 **tokens,
             )
@@ -383,7 +436,8 @@ def main(names: list[str]) -> None:
             sampled = torch.randn(parameter.shape) / fan_in**0.5
             # Norms of these two store the difference from 1.
             is_scale = "norm" in path and not (
-                name in ("qwen3_next", "qwen3_5") and "linear_attn" not in path
+                name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_next_dense")
+                and "linear_attn" not in path
             )
             parameter.data = (1 + sampled if is_scale else sampled).to(torch.bfloat16).float()
         tokens = torch.randint(SIZES["vocab_size"], (2, 16))
@@ -403,6 +457,10 @@ def main(names: list[str]) -> None:
         model.generation_config.eos_token_id = None
         greedy = model.generate(tokens[:1, :8], do_sample=False, max_new_tokens=64)
         expected["greedy"] = greedy.to(torch.int32)
+        if name == "phi3_longrope":
+            # Beyond the original length, where the long factors are used.
+            expected["long_tokens"] = torch.randint(SIZES["vocab_size"], (1, 100)).to(torch.int32)
+            expected["long_logits"] = model(expected["long_tokens"].long()).logits[:, -8:]
         # Llama in several files, to test the index.
         model.to(torch.bfloat16).save_pretrained(
             here / name, max_shard_size="20KB" if name == "llama" else "1GB"
