@@ -105,6 +105,14 @@ def test_a_sampler_that_follows_a_model_takes_new_weights_between_tokens(server,
     training.optim_step(ADAM).result()
     for attempt in range(20):
         future = sampler.sample(types.ModelInput.from_ints([5, 6]), 4, long)
+        bounded = {
+            "sampling_session_id": sampler._sampling_session_id,
+            "seq_id": 1000 + attempt,
+            "prompt": {"chunks": [{"tokens": [5, 6]}]},
+            "num_samples": 4,
+            "sampling_params": {"max_tokens": 64, "stop": [], "max_staleness": 0},
+        }
+        young = call(server.base_url, "asample", bounded)[1]
         first = 1 + 3 * attempt
         for _ in range(3):
             training.forward_backward(data, "cross_entropy")
@@ -120,6 +128,12 @@ def test_a_sampler_that_follows_a_model_takes_new_weights_between_tokens(server,
             # Never older than what was trained before the request, nor newer than what is there.
             assert first <= versions[0] and versions[-1] <= first + 3
         found.append(len(set(result["sequences"][0]["versions"])))
+        status, result = call(server.base_url, "retrieve_future", young)
+        assert status == 200
+        if "error" in result:
+            assert result["category"] == "user" and "max_staleness=0" in result["error"]
+        else:
+            assert len({v for each in result["sequences"] for v in each["versions"]}) == 1
         if max(found) > 1:
             break
     assert max(found) > 1
