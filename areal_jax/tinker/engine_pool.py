@@ -283,6 +283,7 @@ class EnginePool:
         async with self._turn:
             for engine in list(self._engines):
                 if not engine.num_running and time.monotonic() - engine.used_s >= idle_s:
+                    logger.info("idle engine ended: rank=%s", engine.shape and engine.shape.rank)
                     await self._close(engine)
 
     async def close(self) -> None:

@@ -139,6 +139,35 @@ def test_a_sampler_that_follows_a_model_takes_new_weights_between_tokens(server,
     assert max(found) > 1
 
 
+def test_what_is_idle_leaves_the_devices_and_comes_back(
+    policy: Path,
+    tmp_path: Path,
+    quick_compilation: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("areal_jax.tinker.service._EXPIRY_PERIOD_S", 0.05)
+    caplog.set_level("INFO")
+    with serving(policy, tmp_path, "limits.idle_timeout_s=0.1") as server:
+        training = service(server.base_url).create_lora_training_client(server.model, 4).result()
+        data, prompt = [datum([5, 6, 7, 8])], types.ModelInput.from_ints([5, 6])
+        # Gradients without their step move too.
+        training.forward_backward(data, "cross_entropy").result()
+        sampler = training.save_weights_and_get_sampling_client().result()
+        outputs = []
+        for _ in range(2):
+            caplog.clear()
+            training.forward(data, "cross_entropy").result()
+            samples = sampler.sample(prompt, 1, PARAMS).result().sequences
+            outputs.append((samples[0].tokens, samples[0].logprobs))
+            end_s = time.monotonic() + 30
+            while not {"model moved", "idle engine"} <= {r.msg[:11] for r in caplog.records}:
+                assert time.monotonic() < end_s
+                time.sleep(0.05)
+        assert outputs[0] == outputs[1]
+        assert training.optim_step(ADAM).result().metrics["grad_norm"] > 0
+
+
 def test_inflight_samplers_share_later_saves(server, client) -> None:
     training = client.create_lora_training_client(base_model=server.model, rank=4, seed=2).result()
     first = training.save_weights_and_get_sampling_client(kind="inflight")
