@@ -238,6 +238,21 @@ def router_metrics(routing: Routing) -> dict[str, Float[Array, ""]]:
     }
 
 
+def row_layout(num_assignments: int, num_experts: int) -> tuple[int, int]:
+    """Return the size of a block of rows, and the number of rows of all local experts.
+
+    The rows of an expert start at a multiple of a block, whose size is about the mean number of
+    assignments per expert: padding at most doubles the rows, however uneven the load, and the
+    product by blocks reads each matrix only a few times.
+
+    Args:
+        num_assignments: assignments of tokens to experts, local and remote.
+        num_experts: local experts.
+    """
+    block = 1 << (max(num_assignments // num_experts, 1).bit_length() - 1)
+    return block, block * (num_assignments // block + (num_experts if block > 1 else 0))
+
+
 def local_experts(
     x: Float[Array, "B T D"],
     weights: Float[Array, "B T k"],
@@ -264,11 +279,7 @@ def local_experts(
     """
     E, (B, T, k) = len(gate), chosen.shape
     num_assignments = B * T * k
-    # The rows of an expert start at a multiple of a block, whose size is about the mean number of
-    # assignments per expert: padding at most doubles the rows, however uneven the load, and the
-    # product by blocks reads each matrix only a few times.
-    block = 1 << (max(num_assignments // E, 1).bit_length() - 1)
-    num_rows = block * (num_assignments // block + (E if block > 1 else 0))
+    block, num_rows = row_layout(num_assignments, E)
     number = chosen.reshape(-1) - first
     is_local = (number >= 0) & (number < E)
     number = jnp.where(is_local, number, E)

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from areal_jax.models.architecture import ModelConfig
+from areal_jax.models import lora
+from areal_jax.models.architecture import MoEConfig
 from areal_jax.models.attention import choose_kernel
 from areal_jax.models.decoder import Policy
+from areal_jax.models.kernel_attention import LANES
+from areal_jax.models.moe import row_layout
 from areal_jax.parallel.sharding import TRAIN_RULES, bytes_per_device, num_shards, shardings
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import critic_config
@@ -19,13 +22,19 @@ from areal_jax.trainer.optimizer import make_optimizer
 from areal_jax.trainer.state import frozen, frozen_shardings, state_shardings, trained
 
 SAVED_PER_MLP = 6
-"""Arrays of the MLP's width that a layer saves for its backward pass. This and the next four are
-fitted to what XLA reports."""
-RECOMPUTED_PER_MLP = 5
+"""Arrays of the MLP's width that a layer saves for its backward pass. This and the next six are
+read from the buffers that live at the peak of programs that XLA compiles for TPUs."""
+RECOMPUTED_PER_MLP = 4
 """As many that exist at a time while a layer is recomputed on a TPU."""
+RECOMPUTED_PER_ADAPTED_MLP = 5
+"""As many where the matrices have adapters."""
 SAVED_PER_SCORE = 2
 SAVED_PER_WIDTH = 5
+WIDE_PER_WIDTH = 4
+"""Arrays of the width in float32, of norms and residuals, that a layer saves without remat."""
 SAVED_PER_LOGIT = 2
+ROWS_OF_WIDTH, ROWS_OF_EXPERT = 3, 2
+"""Arrays of an expert's rows, by their width, that exist at a time in its backward pass."""
 
 
 def predicted_bytes(
@@ -40,8 +49,7 @@ def predicted_bytes(
     """Estimate the bytes on each device of the train mesh, by purpose.
 
     Parameters, gradients and optimizer are exact. The sum was 0 to 10 % above what XLA compiles
-    for TPUs of dense policies with sharded parameters (`benchmarks/memory_forecast.py`);
-    activations and logits of others are within about a third.
+    for TPUs (`benchmarks/results/memory_forecast.jsonl`); for GPUs it was not compared.
     `critic` counts its parameters and optimizer state, and the bytes by which its updates exceed
     the policy's.
     """
@@ -65,29 +73,27 @@ def predicted_bytes(
     )
     params = bytes_per_device(abstract, placed.params)
     gathered = _gathered(policy, mesh)
-    is_explicit = gathered > 0 and not policy.lora and policy.config.moe is None
-    per_mlp = RECOMPUTED_PER_MLP if is_explicit and config.remat != "none" else SAVED_PER_MLP
-    saved, layer = _activations(config, policy.config, mesh, compute_dtype, row_tokens, per_mlp)
-    chunk = min(
-        config.rows_per_micro_batch * row_tokens // mesh.shape["context"], config.logp_chunk_tokens
-    )
+    is_explicit = gathered > 0
+    saved, layer = _activations(config, policy, mesh, compute_dtype, row_tokens, is_explicit)
+    tokens = config.rows_per_micro_batch * row_tokens // mesh.shape["context"]
+    chunk = min(tokens, config.logp_chunk_tokens)
     outputs = 1 if policy.config.is_scalar else policy.config.vocab_size // mesh.shape["tensor"]
     logits = SAVED_PER_LOGIT * chunk * outputs * _FLOAT32
     if is_explicit:
         # By explicit collectives: of the head a block at a time, and no matrix of several layers.
-        logits = chunk * outputs * _FLOAT32
+        logits = _block_logits(policy, outputs, chunk, tokens, jnp.dtype(compute_dtype).itemsize)
         gathered, of_layer = _gathered_explicitly(policy, mesh, compute_dtype)
         # One layer is recomputed when the logits have been freed.
         layer = max(0, layer + of_layer - logits)
-    elif mesh.shape["data"] > 1:
+    if mesh.shape["data"] > 1:
         # Gradients are summed over devices after the last layer, beside those accumulated before.
         gathered += params
     activations = saved + layer
     moments = bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state)
     if offload:
-        # They are on the device during an update, in the memory that activations and logits have
-        # freed.
-        moments = max(0, moments - activations - logits)
+        # The old and the new ones are on the device during an update, in the memory that
+        # activations and logits have freed.
+        moments = max(0, 2 * moments - gathered - activations - logits)
     return (
         {"frozen": bytes_per_device(base, frozen_shardings(policy, mesh))} if policy.lora else {}
     ) | {
@@ -108,26 +114,21 @@ def frozen_bytes(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -> int:
 
 def _activations(
     config: TrainerConfig,
-    model: ModelConfig,
+    policy: Policy,
     mesh: Mesh,
     compute_dtype: DTypeLike,
     row_tokens: int,
-    per_mlp: int,
+    is_explicit: bool,
 ) -> tuple[int, int]:
     """Estimate the bytes that all layers save for the backward pass, and those that one layer takes
     while it is recomputed.
     """
+    model, moe = policy.config, policy.config.moe
     itemsize, tensor = jnp.dtype(compute_dtype).itemsize, mesh.shape["tensor"]
     tokens = config.rows_per_micro_batch * row_tokens // mesh.shape["context"]
     heads, kv_heads, width = model.num_attention_heads, model.num_key_value_heads, model.hidden_size
-    # A token's rows at its experts, and about as many empty ones, because an expert's rows come in
-    # whole blocks.
-    moe = model.moe
-    inner = (
-        model.intermediate_size
-        if moe is None
-        else 2 * moe.num_experts_per_tok * moe.moe_intermediate_size
-        + moe.shared_expert_intermediate_size
+    inner = (model.intermediate_size if moe is None else moe.shared_expert_intermediate_size) // (
+        tensor
     )
     attended = heads * (model.head_dim * itemsize + _FLOAT32) // tensor
     projected = (heads + 2 * kv_heads) * model.head_dim * itemsize // tensor
@@ -137,21 +138,51 @@ def _activations(
         scores = (
             SAVED_PER_SCORE * heads * (row_tokens + min(row_tokens, 128)) // 2 * _FLOAT32 // tensor
         )
-    whole = (
-        SAVED_PER_WIDTH * width * itemsize
-        + per_mlp * inner * itemsize // tensor
-        + projected
-        + attended
-        + scores
-    )
+    of_rows = 0 if moe is None else _expert_row_bytes(moe, width, tokens, mesh, itemsize)
+
+    def whole(per_mlp: int) -> int:
+        per_token = SAVED_PER_WIDTH * width * itemsize + per_mlp * inner * itemsize
+        return tokens * (per_token + projected + attended + scores) + of_rows
+
     if config.remat == "none":
-        return model.num_hidden_layers * tokens * whole, 0
+        wide = WIDE_PER_WIDTH * width * _FLOAT32 * tokens // (2 if policy.lora else 1)
+        return model.num_hidden_layers * (whole(SAVED_PER_MLP) + wide), 0
+    # The kernel's sums of exponentials have one number in each lane until they are saved.
+    lanes = heads * (LANES - 1) * _FLOAT32 * tokens // tensor if is_explicit else 0
     kept = width * itemsize
     if config.remat in ("attention", "dots"):
         kept += attended
     if config.remat == "dots":
-        kept += projected + (2 * width + 2 * inner // tensor) * itemsize
-    return tokens * model.num_hidden_layers * kept, tokens * whole
+        # The products of experts are no dots.
+        kept += projected + (width + 2 * inner) * itemsize
+        # With adapters, products of both.
+        kept += 2 * (width + inner) * itemsize if policy.lora else 0
+        kept += 0 if moe is None else moe.num_experts * _FLOAT32
+    per_mlp = SAVED_PER_MLP
+    if is_explicit:
+        per_mlp = RECOMPUTED_PER_ADAPTED_MLP if policy.lora else RECOMPUTED_PER_MLP
+    return tokens * model.num_hidden_layers * kept, whole(per_mlp) + lanes
+
+
+def _block_logits(policy: Policy, outputs: int, chunk: int, tokens: int, itemsize: int) -> int:
+    """Return the bytes of a block of logits, or of their gradient with that of the head's block,
+    beside the last hidden states and their gradient.
+    """
+    width = policy.config.hidden_size
+    of_block = 0 if policy.lora else width * outputs * chunk // tokens * _FLOAT32
+    return max(chunk * outputs * _FLOAT32, chunk * outputs * itemsize + of_block) + (
+        tokens * width * (2 * itemsize + _FLOAT32)
+    )
+
+
+def _expert_row_bytes(moe: MoEConfig, width: int, tokens: int, mesh: Mesh, itemsize: int) -> int:
+    """Return the bytes of a layer's rows of experts: a device has the rows of all tokens of its
+    expert axis.
+    """
+    assignments = tokens * mesh.shape["expert"] * moe.num_experts_per_tok
+    _, rows = row_layout(assignments, moe.num_experts // mesh.shape["expert"])
+    inner = moe.moe_intermediate_size // mesh.shape["tensor"]
+    return rows * (ROWS_OF_WIDTH * width + ROWS_OF_EXPERT * inner) * itemsize
 
 
 def _gathered(policy: Policy, mesh: Mesh) -> int:
@@ -172,22 +203,41 @@ def _gathered(policy: Policy, mesh: Mesh) -> int:
 
 def _gathered_explicitly(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -> tuple[int, int]:
     """Estimate the bytes of weights that are cast and of the head's gradient on a device, and those
-    of one gathered layer's gradient.
+    of one gathered layer with its gradient.
     """
     parts, dtype = num_shards(mesh, "embed", TRAIN_RULES), jnp.dtype(compute_dtype)
-    abstract, axes = policy.abstract(), policy.axes()
-    of_layers = bytes_per_device(
-        abstract["layers"], shardings(mesh, axes["layers"], abstract["layers"], TRAIN_RULES)
+    abstract, axes = policy.abstract()["layers"], policy.axes()["layers"]
+    rules = {**TRAIN_RULES, "embed": ()}
+    of_layers, whole = (
+        bytes_per_device(abstract, shardings(mesh, axes, abstract, each))
+        for each in (TRAIN_RULES, rules)
     )
-    # XLA casts the parts of all layers before the loop over them.
-    cast = of_layers * dtype.itemsize // _FLOAT32 if dtype.itemsize < _FLOAT32 else 0
+    whole //= policy.config.num_hidden_layers
     model = policy.config
     head = 0 if model.is_scalar else model.vocab_size * model.hidden_size
     head //= mesh.shape["tensor"] * parts
-    return (
-        cast + head * (_FLOAT32 + dtype.itemsize),
-        parts * of_layers // model.num_hidden_layers,
-    )
+    if policy.lora:
+        # Frozen weights are in the compute dtype already, and the head has no gradient: its part
+        # is padded, and a block of it gathered. Adapters are cast, their gradients are summed over
+        # devices beside those accumulated before, and one matrix of all layers is copied into the
+        # layout of products. Of a layer without experts two matrices are gathered at a time.
+        adapters = bytes_per_device(
+            lora.abstract(policy),
+            shardings(mesh, lora.axes(policy), lora.abstract(policy), TRAIN_RULES),
+        )
+        tensor = mesh.shape["tensor"]
+        copied = model.num_hidden_layers * model.num_attention_heads * model.head_dim
+        copied = copied * model.hidden_size // (tensor * parts)
+        of_layer = whole // _FLOAT32
+        if model.moe is None:
+            of_layer = 2 * model.hidden_size * model.intermediate_size // tensor
+        return (
+            adapters + (2 * head + adapters // _FLOAT32 + copied) * dtype.itemsize,
+            of_layer * dtype.itemsize,
+        )
+    # XLA casts the parts of all layers before the loop over them.
+    cast = of_layers * dtype.itemsize // _FLOAT32 if dtype.itemsize < _FLOAT32 else 0
+    return cast + head * (_FLOAT32 + dtype.itemsize), whole
 
 
 _FLOAT32 = jnp.dtype(jnp.float32).itemsize
