@@ -1,7 +1,7 @@
 """Router replay (R3, arXiv:2510.11370): what it changes, what it costs, and which experts a token
 should keep when its KV cache is rebuilt with newer weights.
 
-    python benchmarks/router_replay.py FOLDER
+    python benchmarks/router_replay.py FOLDER [--parts costs gaps training]
 
 A mixture of experts of 0.4 M parameters (3 layers, 16 experts, 2 per token) with the embedded
 tokenizer learns two families of problems in 300 steps of `tiny_sft`, and then by `aime` in float32
@@ -152,14 +152,14 @@ def train(folder: Path, policy: Path) -> None:
                 "mode": mode,
                 "seed": int(seed),
                 "num_steps": NUM_STEPS,
-                "reward_first_10": fmean(row["reward"] for row in taken[:10]),
-                "reward_last_10": fmean(row["reward"] for row in taken[-10:]),
-                "log_ratio_rms_step_0": taken[0]["log_ratio_rms"],
-                "log_ratio_rms": fmean(row["log_ratio_rms"] for row in later),
-                "behave_weight_p99": fmean(row["behave_weight_p99"] for row in later),
-                "sequence_ess": fmean(row["sequence_ess"] for row in later),
-                "staleness": fmean(row["staleness"] for row in later),
-                "rewards": [round(row["reward"], 3) for row in taken],
+                "reward_first_10": fmean(row["trainer/reward"] for row in taken[:10]),
+                "reward_last_10": fmean(row["trainer/reward"] for row in taken[-10:]),
+                "log_ratio_rms_step_0": taken[0]["trainer/log_ratio_rms"],
+                "log_ratio_rms": fmean(row["trainer/log_ratio_rms"] for row in later),
+                "behave_weight_p99": fmean(row["trainer/behave_weight_p99"] for row in later),
+                "sequence_ess": fmean(row["trainer/sequence_ess"] for row in later),
+                "staleness": fmean(row["trainer/staleness"] for row in later),
+                "rewards": [round(row["trainer/reward"], 3) for row in taken],
             },
         )
 
@@ -363,13 +363,19 @@ def measure_costs(policy_folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
+    parts = ("costs", "gaps", "training")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    given = parser.parse_args()
+    folder = given.folder.resolve()
     policy = make_policy(folder)
-    append(NAME, measure_costs(policy))
-    run_all({"four_steps": (*rl_settings(policy, 0), *MODES["off"])}, folder, 4)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        append(NAME, measure_gap(folder, policy, "four_steps", dtype))
-    train(folder, policy)
+    if "costs" in given.parts:
+        append(NAME, measure_costs(policy))
+    if "gaps" in given.parts:
+        run_all({"four_steps": (*rl_settings(policy, 0), *MODES["off"])}, folder, 4)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            append(NAME, measure_gap(folder, policy, "four_steps", dtype))
+    if "training" in given.parts:
+        train(folder, policy)
 
 
 if __name__ == "__main__":
