@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
-
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """owner/name"""
 
@@ -24,6 +21,10 @@ def fetch(name: str, kind: Literal["model", "dataset"], patterns: Sequence[str])
         FileNotFoundError: the hub is unreachable or has no such repository; the message gives the
             command that fetches it.
     """
+    # Imported where it is used: most runs read local files.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
     try:
         return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns)))
     except (OSError, HfHubHTTPError) as error:

@@ -11,7 +11,6 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.errors import ConfigError
 from areal_jax.protocols import Tokenizer, Tools, Workflow
 from areal_jax.records import Sampling
-from areal_jax.serve.sessions import AgentServer
 from areal_jax.workflows.agent import AgentHost, Runner
 from areal_jax.workflows.config import Agent, Environment
 from areal_jax.workflows.environment import EnvironmentHost
@@ -74,6 +73,9 @@ async def start_host(
         return environments
     if not isinstance(config, Agent):
         return None
+    # Imported where it is used: HTTP servers are for runs with agents.
+    from areal_jax.serve.sessions import AgentServer
+
     # No timeout of its own: the end of an agent's session ends its calls.
     server = AgentServer(tokenizer, experiment.engine.max_new_tokens, math.inf)
     sessions = await stack.enter_async_context(server.listening())
