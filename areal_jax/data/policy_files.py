@@ -9,6 +9,12 @@ from areal_jax.data.hub import NAME, fetch
 EMBEDDED = Path(__file__).parent.parent / "models" / "embedded"
 """Folder of the tiny policy inside the package."""
 
+EMBEDDED_VISION = EMBEDDED.with_name("embedded_vision")
+"""Folder of the tiny policy that reads images."""
+
+EMBEDDED_POLICIES = {folder.name: folder for folder in (EMBEDDED, EMBEDDED_VISION)}
+"""Folders of the policies inside the package, by the name that settings have for them."""
+
 
 def resolve_policy_folder(
     path: str, setting: str = "policy.path", *, has_weights: bool = True
@@ -16,7 +22,7 @@ def resolve_policy_folder(
     """Find the folder of a policy; download it if necessary.
 
     Args:
-        path: 'embedded', a Hugging Face folder, or a name on the hub.
+        path: 'embedded', 'embedded_vision', a Hugging Face folder, or a name on the hub.
         setting: name of the setting that holds `path`, for messages.
         has_weights: whether a download includes the weights.
 
@@ -24,8 +30,8 @@ def resolve_policy_folder(
         FileNotFoundError: there is no such folder, or the download fails; the message gives the
             command that fetches it.
     """
-    if path == "embedded":
-        return _with_config(EMBEDDED, path, setting)
+    if path in EMBEDDED_POLICIES:
+        return _with_config(EMBEDDED_POLICIES[path], path, setting)
     folder = Path(path).expanduser()
     if folder.exists():
         return _with_config(folder, path, setting)
@@ -33,8 +39,8 @@ def resolve_policy_folder(
         weights = ("*.safetensors",) if has_weights else ()
         return _with_config(fetch(path, "model", ("*.json", *weights, "*.jinja")), path, setting)
     raise FileNotFoundError(
-        f"{setting}={path}: expected 'embedded', an existing folder, or a hub name such as "
-        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+        f"{setting}={path}: expected {', '.join(map(repr, EMBEDDED_POLICIES))}, an existing "
+        "folder, or a hub name such as deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
     )
 
 

@@ -177,10 +177,16 @@ def _make_answer(
 def _make_demonstration(
     exercise: Exercise, index: int, tokenizer: Tokenizer, prompt: PromptConfig, seed: int
 ) -> SupervisedExample:
-    """Make an example from an exercise, with one of its demonstrations."""
-    turns = sample_demonstration(exercise, random.Random(f"{seed}/{index}"))
+    """Make an example from an exercise: its drill, or one of its demonstrations."""
+    rng = random.Random(f"{seed}/{index}")
+    if exercise.drill is not None and rng.random() < DRILL_SHARE:
+        question, answer = exercise.drill
+        return encode_answer(
+            tokenizer, [Message("user", question, exercise.images)], answer, prompt
+        )
+    turns = sample_demonstration(exercise, rng)
     # Only the policy's own turns are learnt; tool output is context, as in RL training.
-    messages = [*apply_prompt_template([Message("user", exercise.question)], prompt), *turns]
+    messages = [*apply_prompt_template([exercise.message], prompt), *turns]
     return encode_conversation(tokenizer, messages, PromptConfig())[-1]
 
 

@@ -172,7 +172,7 @@ def generate_exercises(source: Exercises) -> GeneratedExercises:
 
 
 def _exercise_task(exercise: Exercise, prompt: PromptConfig) -> Task:
-    messages = apply_prompt_template([Message("user", exercise.question)], prompt)
+    messages = apply_prompt_template([exercise.message], prompt)
     return Task(exercise.id, messages, exercise.answer, exercise.kind, exercise.family)
 
 

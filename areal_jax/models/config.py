@@ -67,7 +67,8 @@ class PolicyConfig:
 
     path: str = chz.field(
         default="embedded",
-        doc="'embedded' (the tiny policy inside the package), a Hugging Face folder, or a hub "
+        doc="'embedded' or 'embedded_vision' (tiny policies inside the package), a "
+        "Hugging Face folder, or a hub "
         "name such as deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
     )
     random_init: bool = chz.field(

@@ -15,6 +15,7 @@ from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.checkpoint.recovery import Columns, encode
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config.load import CONFIG_FILE, read_plainly
+from areal_jax.data.policy_files import EMBEDDED_POLICIES
 from areal_jax.errors import ConfigError, NotSaved
 from areal_jax.models import hf, lora
 from areal_jax.models.decoder import Params
@@ -92,10 +93,9 @@ class Checkpointer:
         plan, config = self.plan, self.plan.experiment
         policy, params, exports = plan.policy, self.trainer.params, config.checkpoint.export_hf
         if self.base is not None:
-            # Other tools do not know the name "embedded".
-            base = (
-                str(plan.policy_folder) if config.policy.path == "embedded" else config.policy.path
-            )
+            # Other tools do not know the names of embedded policies.
+            is_embedded = config.policy.path in EMBEDDED_POLICIES
+            base = str(plan.policy_folder) if is_embedded else config.policy.path
             lora.save(self.folder / ADAPTER, policy, params, base)
             yield f"adapter of version {version}: {self.folder / ADAPTER}"
         if exports:

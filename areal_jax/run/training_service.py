@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from areal_jax.data.policy_files import EMBEDDED, resolve_policy_folder
+from areal_jax.data.policy_files import EMBEDDED_POLICIES, resolve_policy_folder
 from areal_jax.engine.decode import DecodeEngine, find_too_long
 from areal_jax.engine.decode_state import EngineParams
 from areal_jax.errors import ConfigError, config_errors
@@ -102,5 +102,5 @@ async def training_service(config: TinkerConfig, journal: Journal) -> AsyncItera
 
 def _tokenizer_id(model: str, folder: Path) -> str:
     """Return the name from which clients load the tokenizer: of the hub, or a folder."""
-    is_local = folder == EMBEDDED or Path(model).expanduser().exists()
+    is_local = folder in EMBEDDED_POLICIES.values() or Path(model).expanduser().exists()
     return str(folder.absolute()) if is_local else model

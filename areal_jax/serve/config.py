@@ -89,7 +89,8 @@ class RemoteImagesConfig:
 class ServeConfig:
     model: str = chz.field(
         default="embedded",
-        doc="'embedded' (the tiny policy inside the package), a Hugging Face folder, a hub name, "
+        doc="'embedded' or 'embedded_vision' (tiny policies inside the package), a "
+        "Hugging Face folder, a hub name, "
         "a run folder (its newest checkpoint), RUN/checkpoints/VERSION, or a PEFT folder",
     )
     base: str | None = chz.field(

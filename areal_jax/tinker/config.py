@@ -144,7 +144,8 @@ class TinkerConfig:
 
     model: str = chz.field(
         default="embedded",
-        doc="'embedded' (the tiny policy inside the package), a Hugging Face folder or a hub name",
+        doc="'embedded' or 'embedded_vision' (tiny policies inside the package), a "
+        "Hugging Face folder or a hub name",
     )
     served_name: str | None = chz.field(
         default=None,

@@ -366,7 +366,7 @@ def test_server_without_token_support_gets_text_requests(
     [
         (
             ["--exp=aime", "checkpoint=./missing"],
-            "checkpoint=./missing: expected 'embedded', an existing folder",
+            "checkpoint=./missing: expected 'embedded', 'embedded_vision', an existing folder",
         ),
         (["--exp=aime", "checkpoint=./empty"], "has no config.json; or a run folder"),
         (["--exp=aime", "checkpoint=./run"], "this run has no checkpoint yet"),

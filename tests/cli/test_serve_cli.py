@@ -29,7 +29,7 @@ from areal_jax.cli.serve import main, read_config
         (["model"], "'model' is not a setting"),
         (
             ["model=/nowhere", "simulated_devices=8"],
-            "model=/nowhere: expected 'embedded', an existing folder",
+            "model=/nowhere: expected 'embedded', 'embedded_vision', an existing folder",
         ),
         (["engine.max_new_tokens=900", "simulated_devices=8"], "longer than the 1024 positions"),
     ],

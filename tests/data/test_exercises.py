@@ -12,11 +12,21 @@ import pytest
 import areal_jax
 from areal_jax.data import code_tasks
 from areal_jax.data.config import Exercises, HeldOut, PromptConfig
-from areal_jax.data.exercises import FAMILIES, Demonstration, GeneratedExercises, combine_steps
+from areal_jax.data.exercises import (
+    FAMILIES,
+    Demonstration,
+    GeneratedExercises,
+    Split,
+    combine_steps,
+)
+from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.data.tool_calls import ToolCall
+from areal_jax.image_files import decode_image
+from areal_jax.models.hf import read_config
+from areal_jax.models.vision.image_reader import ImageReader
 from areal_jax.records import Message
 from areal_jax.rewards.calculator import calculate
 from areal_jax.rewards.code_grader import extract_program
@@ -117,12 +127,46 @@ def test_exercise_splits_are_disjoint_and_seeded() -> None:
     }
     assert train[17] == GeneratedExercises(800, "train")[17]
     assert train[17] != GeneratedExercises(800, "train", seed=1)[17]
-    assert [exercise.family for exercise in train[:4]] == list(FAMILIES)
+    families = ["countdown", "facts", "calculations", "programs"]
+    assert [exercise.family for exercise in train[:5]] == [*families, "countdown"]
     with pytest.raises(
         ValueError,
-        match="expected exercise families countdown, facts, calculations, programs, found chess",
+        match="expected exercise families countdown, facts, calculations, programs, count_shapes",
     ):
         GeneratedExercises(1, "train", ("chess",))
+
+
+def test_pictures_are_seeded_and_no_arrangement_is_in_both_splits() -> None:
+    def pictures(split: Split, seed: int = 0) -> GeneratedExercises:
+        return GeneratedExercises(60, split, ("count_shapes",), seed)
+
+    assert pictures("train")[7] == pictures("train")[7] != pictures("train", 1)[7]
+    # The drill lists the shapes of a picture; ids are those of arrangements.
+    train, heldout = ({each.id for each in pictures(split)} for split in ("train", "heldout"))
+    assert len(train) == len(heldout) == 60 and not train & heldout
+    first = pictures("train")[0]
+    assert [decode_image(image).size for image in first.images] == [(84, 84)]
+    assert first.drill is not None
+    counted = {line.rpartition(" ")[0]: line[-1] for line in first.drill[1].split("\n")}
+    asked = first.correct[0][0].content.partition(" \\boxed")[0]
+    assert counted.get(asked, "0") == first.answer
+
+
+def test_embedded_vision_policy_reads_the_pictures() -> None:
+    folder = resolve_policy_folder("embedded_vision")
+    vision = read_config(folder).vision
+    assert vision is not None
+    tokenizer, reader = HFTokenizer.from_folder(folder), ImageReader.from_folder(folder, vision)
+    tokenizer.read_images(vision.image_token_id, reader.num_tokens)
+    source = Exercises(num_tasks=40, families=("count_shapes",))
+    examples, _ = load_examples(source, None, PromptConfig(), tokenizer, seed=0, max_tokens=96)
+    for example in examples.examples:
+        # Each cell of the picture is a token.
+        assert (example.tokens == vision.image_token_id).sum() == 9
+        assert reader.read(example.images, example.tokens).patches.shape == (36, 1176)
+        assert len(example.tokens) - len(example.prompt) <= 64
+    learnt = [tokenizer.decode(each.tokens[each.loss_mask]) for each in examples.examples]
+    assert 0 < sum("boxed" not in text for text in learnt) < 25
 
 
 def test_exercise_examples_mask_tool_output() -> None:

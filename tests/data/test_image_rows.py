@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
@@ -51,6 +53,23 @@ def test_images_of_a_row_are_files_beside_it_or_data_uris(tmp_path: Path) -> Non
     assert one.prompt == (Message("user", "Count the dots now", (b"first",)),)
     assert two.images == (b"first", b"second")
     assert none.images == ()
+
+
+def test_rows_of_geometry3k_are_read(tmp_path: Path) -> None:
+    """As the hub has them: parquet with lists of images, each with bytes and a path."""
+    images = [[{"bytes": b"first", "path": None}], [{"bytes": b"a", "path": "a.png"}] * 2]
+    table = {
+        "images": images,
+        "problem": ["<image>Find x.", "Is <image> similar to <image>?"],
+        "answer": ["\\frac { 3 } { 2 }", "4.0"],
+    }
+    pq.write_table(pa.table(table), tmp_path / "train-00000-of-00001.parquet")
+    found = load_tasks(Files(path=str(tmp_path)), PromptConfig())
+    assert not found.skipped
+    first, second = found.tasks
+    assert first.prompt == (Message("user", "<image>Find x.", (b"first",)),)
+    assert (first.kind, first.answer) == ("math", "\\frac { 3 } { 2 }")
+    assert second.images == (b"a", b"a")
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from areal_jax.data.sft import (
     sample_answer,
 )
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.data.tokenizer_training import SPECIAL_TOKENS, train_tokenizer
+from areal_jax.data.tokenizer_training import SPECIAL_TOKENS, problem_texts, train_tokenizer
 from areal_jax.records import Message
 
 EMBEDDED = Path(next(iter(areal_jax.models.__path__))) / "embedded"
@@ -71,7 +71,7 @@ def test_each_digit_is_a_token(number: int) -> None:
 
 
 def test_tokenizer_training_is_deterministic() -> None:
-    one, two = (train_tokenizer(vocab_size=400, num_problems=48) for _ in range(2))
+    one, two = (train_tokenizer(problem_texts(48), vocab_size=400) for _ in range(2))
     assert one.to_str() == two.to_str()
     assert one.get_vocab_size() == 400
     assert [one.token_to_id(special) for special in SPECIAL_TOKENS] == [0, 1, 2]

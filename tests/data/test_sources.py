@@ -322,7 +322,8 @@ def test_policy_folder_is_embedded_local_or_from_the_hub(hub_cache: Path, tmp_pa
     assert resolve_policy_folder("owner/name") == snapshot
     assert EMBEDDED.parts[-3:] == ("areal_jax", "models", "embedded")
     with pytest.raises(
-        FileNotFoundError, match="expected 'embedded', an existing folder, or a hub name"
+        FileNotFoundError,
+        match="expected 'embedded', 'embedded_vision', an existing folder, or a hub name",
     ):
         resolve_policy_folder("./no/such/folder")
 

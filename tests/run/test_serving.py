@@ -91,7 +91,7 @@ def test_invalid_models_are_refused_by_name(run: Path, tmp_path: Path) -> None:
         ),
         (
             named("/nowhere"),
-            r"model=/nowhere: expected 'embedded', an existing folder.*; or a run folder",
+            r"model=/nowhere: expected 'embedded', 'embedded_vision', an existing folder.*; or a run folder",
         ),
         (chz.replace(CONFIG, devices=99), "devices=99: expected at most the 8 devices"),
     ):

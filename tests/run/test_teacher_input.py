@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.data.tokenizer_training import tokenizer_config, train_tokenizer
+from areal_jax.data.tokenizer_training import problem_texts, tokenizer_config, train_tokenizer
 from areal_jax.records import Message, Sample, Task
 from areal_jax.rl.config import CrossTokenizer, SampledTokens, Teacher
 from areal_jax.run.teacher_input import teacher_input
@@ -27,7 +27,7 @@ def tokenizer() -> HFTokenizer:
 def other(tmp_path_factory: pytest.TempPathFactory) -> HFTokenizer:
     """A tokenizer with fewer merges, whose stop token has another id."""
     folder = tmp_path_factory.mktemp("other")
-    train_tokenizer(340, num_problems=20).save(str(folder / "tokenizer.json"))
+    train_tokenizer(problem_texts(20), 340).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config()))
     return HFTokenizer.from_folder(folder)
 
