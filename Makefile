@@ -1,6 +1,7 @@
 # make train    train the embedded policy on AIME-style problems (TRAIN_ARGS="num_steps=10" changes settings)
 # make test     run the fast tests (TEST_ARGS="tests/rl -q" passes other arguments to pytest)
 # make test-all run every test
+# make test-gpu-compile  compile for GPUs that are not there, in .venv-gpu (4.4 GB)
 # make lint     check style, format and types
 # make docs     build the documentation in site/, in an environment of its own (.venv-docs)
 # Each sets up what it needs in .venv; a second call installs nothing.
@@ -16,7 +17,7 @@ TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 BIN := $(VENV)/bin
 INSTALL ?= $(BIN)/python -m pip install
 
-.PHONY: train test test-all lint docs site
+.PHONY: train test test-all test-gpu-compile lint docs site
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -27,6 +28,9 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-gpu-compile:
+	$(MAKE) test-all VENV=.venv-gpu EXTRAS=dev,gpu TEST_ARGS=tests/compile_only_gpu
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from areal_jax.cli.arguments import fail
-from areal_jax.cluster.environment import COMPILE_ONLY, prepare, set_variables
+from areal_jax.cluster.environment import prepare, prepare_compile_only
 from areal_jax.config.experiment import AnyExperiment, Experiment
 from areal_jax.errors import config_errors
 from areal_jax.metrics.progress import ProgressDisplay, format_duration
@@ -53,7 +53,7 @@ def compile_for(
             fit it.
     """
     # jax reads its flags when it is first imported.
-    set_variables(COMPILE_ONLY, "jax")
+    prepare_compile_only(topology)
     prepare(PlacementConfig())
     from areal_jax.parallel.compilation import compile_lowered
     from areal_jax.parallel.executables import ExecutableFolder

@@ -34,8 +34,9 @@ device and no weights are needed.
   model=NAME            a folder with a config.json, or one of
                         {wrap_names(KNOWN)}
   device=NAME           {", ".join(DEVICES)}
-  --compile-for=SLICE   instead compile the programs for a TPU slice that is not there, such as
-                        v5p:8x8x8, and print memory and bounds; --compile-all: all programs
+  --compile-for=SLICE   instead compile the programs for TPU slices or GPU nodes that are not
+                        there, such as v5p:8x8x8 or 2xh200:8, and print memory and bounds;
+                        --compile-all: all programs
 """
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from areal_jax.errors import ConfigError
-from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.config import GPU_MEMORY_SHARE, PlacementConfig
 
 COMPILED_BYTES = 2 * 2**30
 """Maximum size of the cache of compiled programs, in bytes; eviction is LRU."""
@@ -30,6 +30,9 @@ COMPILE_ONLY = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 """Variables with which programs are compiled for devices that are not there."""
+
+_NO_AUTOTUNING = "--xla_gpu_autotune_level=0"
+"""Variants of products are timed on a GPU, which is not there."""
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
@@ -60,6 +63,19 @@ def set_variables(variables: Mapping[str, str], library: str) -> None:
     os.environ.update(missing)
 
 
+def prepare_compile_only(topology: str) -> None:
+    """Set the environment in which programs are compiled for devices that are not there.
+
+    Raises:
+        ConfigError: jax is imported already, without these variables.
+    """
+    variables, flags = dict(COMPILE_ONLY), os.environ.get("XLA_FLAGS", "").split()
+    # libtpu refuses flags of GPUs.
+    if not re.match(r"(\d+x)?v\d", topology) and _NO_AUTOTUNING not in flags:
+        variables["XLA_FLAGS"] = " ".join([*flags, _NO_AUTOTUNING])
+    set_variables(variables, "jax")
+
+
 def clear_simulated_devices() -> None:
     """Remove flags for simulated devices that this process inherited from its parent."""
     flags = os.environ.get("XLA_FLAGS", "")
@@ -85,6 +101,7 @@ def environment(placement: PlacementConfig, current: Mapping[str, str]) -> dict[
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         # Silences XLA's start-up notes; errors still show.
         "TF_CPP_MIN_LOG_LEVEL": "2",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(GPU_MEMORY_SHARE),
         # The tokenizer's threads warn and stop after this process forks.
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -8,6 +8,10 @@ import chz
 
 from areal_jax.bounds import FRACTION, POSITIVE
 
+GPU_MEMORY_SHARE = 0.92
+"""Share of a GPU's memory that the run allocates (XLA_PYTHON_CLIENT_MEM_FRACTION; jax's default is
+0.75). The CUDA context, the code of kernels and NCCL's buffers need the rest."""
+
 
 @chz.chz
 class PlacementConfig:

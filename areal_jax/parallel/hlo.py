@@ -30,9 +30,13 @@ KINDS = (
 )
 """Collectives, as HLO names them."""
 
-KERNEL_PRODUCTS = (("_dkv", 4), ("_dq", 3), ("mha_fwd", 2), ("splash_mha", 2))
+KERNEL_PRODUCTS = (
+    *(("_dkv", 4), ("_dq", 3), ("mha_fwd", 2), ("splash_mha", 2)),
+    *(("mha_forward", 2), ("mha_preprocess_backward", 0), ("mha_backward", 7)),
+    ("paged_attention", 2),
+)
 """Products of queries and keys in an attention kernel, by a part of its name (FlashAttention-2,
-arXiv:2307.08691, section 3.1)."""
+arXiv:2307.08691, section 3.1); jax's backward kernel for GPUs is `_dkv` and `_dq` in one."""
 
 _BITS = re.compile(r"[a-z]+(\d+)")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?")
@@ -281,18 +285,14 @@ class Program:
         if "matmul" in target or "gemm" in target:
             work.flops += _gemm_flops(computation, instruction)
         elif target in ("tpu_custom_call", "__gpu$xla.gpu.triton"):
-            products = next(
-                (count for part, count in KERNEL_PRODUCTS if part in instruction.name), 0
-            )
+            called = re.search(r'op_name="[^"]*?([^/"]+)/pallas_call"', instruction.attributes)
+            name = called[1] if called else re.sub(r"[.\d]+$", "", instruction.name)
             inputs = [array for each in _inputs(computation, instruction) for array in each.arrays]
-            wide = [array.sizes for array in inputs if len(array.sizes) == 3 and array.num_bytes]
-            if products and len(wide) >= 2:
-                # Queries [N, T, H], and the longest of the others, keys or values [K, S, H].
-                queries, keys = max(wide, key=math.prod), wide[-1]
-                longest = max(sizes[1] for sizes in (queries, keys))
-                work.flops += products * math.prod(queries) * longest
+            flops = _kernel_flops(name, [array for array in inputs if array.num_bytes])
+            if flops is None:
+                work.unknown_kernels[name] += 1
             else:
-                work.unknown_kernels[re.sub(r"[.\d]+$", "", instruction.name)] += 1
+                work.flops += flops
 
     def _num_trips(self, computation: Computation, loop: Instruction) -> int | None:
         """Return the number of iterations of a loop; None if it is unknown."""
@@ -337,6 +337,10 @@ class Program:
         if opcode in ("dynamic-update-slice", "scatter"):
             update = computation.instructions[instruction.operands[1 if opcode[0] == "d" else -1]]
             return 2 * _main_bytes(update)
+        if opcode.removesuffix("-start") in KINDS:
+            # A start also returns its operands.
+            given = sum(_main_bytes(each) for each in _inputs(computation, instruction))
+            return max(written, given) if opcode.endswith("-start") else written + given
         if opcode == "copy-start":
             # From and to: the first two results.
             return sum(array.num_bytes for array in instruction.arrays[:2] if array.in_main_memory)
@@ -355,6 +359,9 @@ class Program:
         if root.opcode == "dynamic-update-slice":
             replaced = _source(inner, root.operands[0])
             total += _main_bytes(inner.instructions[root.operands[1]])
+        elif root.opcode == "scatter":
+            replaced = _source(inner, root.operands[0])
+            total += 2 * _main_bytes(inner.instructions[root.operands[-1]])
         else:
             total += _main_bytes(fusion)
         for operand, parameter in zip(_inputs(computation, fusion), inner.parameters, strict=False):
@@ -456,6 +463,26 @@ def _gemm_flops(computation: Computation, call: Instruction) -> float:
     return 2.0 * math.prod(call.arrays[0].sizes) * math.prod(left[each] for each in contracted)
 
 
+def _kernel_flops(name: str, inputs: Sequence[ArrayShape]) -> float | None:
+    """Operations of an attention kernel; None if they are unknown."""
+    products = next((count for part, count in KERNEL_PRODUCTS if part in name), None)
+    if products is None:
+        return None
+    if wide := [array.sizes for array in inputs if len(array.sizes) == 4]:
+        longest = wide[0][1]  # queries [B, T, N, H], as many keys
+        if name == "paged_attention":
+            # Queries [B, K, rows, H], pages [K, P, p, H], table [B, M]; nothing is masked.
+            table = next(a.sizes for a in inputs if a.dtype == "s32" and len(a.sizes) == 2)
+            longest = 2 * table[1] * wide[1][2]
+        return float(products * math.prod(wide[0]) * longest)
+    wide = [array.sizes for array in inputs if len(array.sizes) == 3]
+    if len(wide) < 2:
+        return None
+    # Queries [N, T, H], and the longest of the others, keys or values [K, S, H].
+    queries, keys = max(wide, key=math.prod), wide[-1]
+    return float(products * math.prod(queries) * max(sizes[1] for sizes in (queries, keys)))
+
+
 def _convolution_flops(computation: Computation, convolution: Instruction) -> float:
     """2 · batch · features of input and output · pairs of a position of the result and one of the
     window that is not padding, as in XLA's HandleConvolution. XLA:TPU has products in this form.
@@ -500,7 +527,9 @@ def _collective(computation: Computation, instruction: Instruction) -> Collectiv
     elsewhere.
     """
     attributes = instruction.attributes
-    is_asynchronous = instruction.opcode.endswith("-start") or "async" in computation.name
+    is_asynchronous = "async" in computation.name or (
+        instruction.opcode.endswith("-start") and _overlaps(computation, instruction)
+    )
     if "chain_id=" in attributes:
         # XLA:TPU repeats an overlapping collective in each fusion that it overlaps with.
         users = computation.users.get(instruction.name, [])
@@ -521,6 +550,24 @@ def _collective(computation: Computation, instruction: Instruction) -> Collectiv
     return Collective(
         kind, sum(array.num_bytes for array in arrays), _group(attributes), is_asynchronous
     )
+
+
+def _overlaps(computation: Computation, start: Instruction) -> bool:
+    """Return whether something else runs between the start of a collective and its end.
+
+    XLA:GPU makes all collectives asynchronous, and marks those that end before anything else runs.
+    """
+    if '"is_sync":true' in start.attributes:
+        return False
+    is_started = False
+    for each in computation.instructions.values():
+        if is_started and start.name in each.operands and each.opcode.endswith("-done"):
+            return False
+        kind = each.opcode.removesuffix("-start").removesuffix("-done")
+        if is_started and each.opcode not in _FREE and kind not in KINDS:
+            return True
+        is_started |= each is start
+    return False
 
 
 def _group(attributes: str) -> tuple[int, ...]:

@@ -1,5 +1,5 @@
-"""Compile-only devices: XLA's own compilers for TPUs and their networks, on a machine without
-them.
+"""Compile-only devices: XLA's own compilers for TPUs, GPUs and their networks, on a machine
+without them.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ import numpy as np
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import Mesh
 
+from areal_jax.parallel import gpu_topologies
+from areal_jax.parallel.torus import has_torus
+
 _FORM = re.compile(r"(?:(\d+)x)?(v\d[a-z]*:\d+(?:x\d+)+)")
 
 
 def compile_only_devices(topology: str) -> list[jax.Device]:
-    """Return the devices of TPU slices, for which programs can be compiled and not run.
+    """Return the devices of TPU slices or GPU nodes: to compile programs for, not to run them.
 
     Args:
-        topology: Slice as in `v5p:8x8x8`, or several of them as in `2xv5p:4x4x4`.
+        topology: Slice as in `v5p:8x8x8`, node of GPUs as in `h200:8`, or several of them as in
+            `2xv5p:4x4x4`.
 
     Raises:
-        ValueError: There is no such slice, or libtpu, which has the compiler, is not installed.
+        ValueError: There is no such slice or node, or its compiler is not installed.
     """
-    if re.fullmatch(r"(?:\d+x)?(?:a100|h100|h200|b200):\d+", topology):
-        raise ValueError(
-            f"expected a TPU slice such as v5e:4x4, found the GPUs {topology}: compiling for GPUs "
-            "that are not there is not supported; pip install 'areal-jax[gpu]' on a machine with "
-            "one, where benchmarks/on_hardware.sh compiles, runs and measures"
-        )
+    if gpu_topologies.FORM.fullmatch(topology):
+        return gpu_topologies.compile_only_gpus(topology)
     if not (found := _FORM.fullmatch(topology)):
         raise ValueError(
-            f"expected a TPU slice such as v5e:4x4, v6e:4x4, v5p:4x4x8 or 2xv5p:4x4x4, found "
+            f"expected a TPU slice such as v5e:4x4, v6e:4x4, v5p:4x4x8 or 2xv5p:4x4x4, or GPU "
+            f"nodes such as h200:8 or 2xh200:8 ({', '.join(gpu_topologies.GPU_TARGETS)}), found "
             f"{topology!r}"
         )
     if find_spec("libtpu") is None:
@@ -52,14 +53,14 @@ def compile_only_devices(topology: str) -> list[jax.Device]:
 def on_own_slice(mesh: Mesh) -> Mesh:
     """Return a mesh on a slice of its own, if it is a part of one.
 
-    XLA compiles for all devices of a slice; it ends the process where a mesh has only some of them
-    and others have lower numbers.
+    XLA compiles for all devices of a TPU slice; it ends the process where a mesh has only some of
+    them and others have lower numbers. For GPUs it compiles for those of the mesh.
 
     Raises:
         ValueError: The devices of the mesh are no cuboid of their slice.
     """
     devices = list(mesh.devices.flat)
-    if max(device.id for device in devices) < len(devices):
+    if not has_torus(devices) or max(device.id for device in devices) < len(devices):
         return mesh
     coords = np.array([device.coords for device in devices])
     coords -= coords.min(axis=0)

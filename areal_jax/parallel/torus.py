@@ -17,7 +17,7 @@ def order_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
     advance. The first and the last devices of the list are then contiguous parts of the torus, and
     cuboids where their number is a multiple of a layer. Other devices are ordered by node.
     """
-    if not _has_torus(devices):
+    if not has_torus(devices):
         return sorted(devices, key=lambda device: (device.process_index, device.id))
     coords = np.array([device.coords for device in devices])
     axes = np.argsort(-(np.ptp(coords, axis=0) + 1), kind="stable")
@@ -29,7 +29,7 @@ def order_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
             position = int(device.coords[axis])
             steps.append(int(high[axis]) - position if is_reversed else position - int(low[axis]))
             is_reversed ^= bool((position - int(low[axis])) % 2)
-        return _slice_of(device), *steps
+        return *part_of(device), *steps
 
     return sorted(devices, key=place)
 
@@ -37,25 +37,27 @@ def order_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
 def arrange(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     """Arrange devices as a mesh whose last axes, with the most traffic, have the nearest links.
 
-    Only the first axis longer than 1 crosses slices. Within a slice, axes are mapped onto those of
-    the torus, which are split where a size does not match.
+    Only the first axis longer than 1 crosses slices or nodes of GPUs. Within a slice, axes are
+    mapped onto those of the torus, which are split where a size does not match.
 
     Args:
         shape: sizes of the mesh axes, by increasing traffic.
         devices: as many as `shape` asks for, in the order of `order_devices`.
 
     Raises:
-        ValueError: an axis other than the first would cross slices.
+        ValueError: an axis other than the first would cross slices or nodes.
     """
     outer = next((axis for axis, size in enumerate(shape) if size > 1), 0)
     inner = math.prod(shape[outer + 1 :])
-    parts = [list(part) for _, part in groupby(devices, _slice_of)]
+    parts = [list(part) for _, part in groupby(devices, part_of)]
     if any(len(part) % inner for part in parts):
         counts = ", ".join(str(len(part)) for part in parts)
+        sizes = ", ".join(map(str, divisors(math.gcd(*map(len, parts)))))
         raise ValueError(
-            f"a mesh of {'x'.join(map(str, shape))} devices has {counts} on its slices, expected "
-            f"multiples of {inner} on each: only the first axis may cross slices; change the "
-            "number of devices or the shards of the other axes"
+            f"a mesh of {'x'.join(map(str, shape))} devices has {counts} on its slices or nodes, "
+            f"expected multiples of {inner} on each: only the first axis may cross slices or "
+            f"nodes; change the number of devices, or the shards of the other axes to a product of "
+            f"{sizes}"
         )
     arranged = [
         _arrange_slice((*shape[:outer], len(part) // inner, *shape[outer + 1 :]), part)
@@ -65,7 +67,7 @@ def arrange(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
 
 
 def _arrange_slice(shape: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
-    cuboid = _as_cuboid(devices) if _has_torus(devices) else None
+    cuboid = _as_cuboid(devices) if has_torus(devices) else None
     if cuboid is None:
         return np.array(devices).reshape(shape)
     factors = assign_axes(shape, cuboid.shape)
@@ -128,10 +130,16 @@ def _as_cuboid(devices: Sequence[jax.Device]) -> np.ndarray | None:
     return cuboid
 
 
-def _has_torus(devices: Sequence[jax.Device]) -> bool:
+def has_torus(devices: Sequence[jax.Device]) -> bool:
+    """Return whether the devices are those of TPU slices."""
     return devices[0].platform == "tpu"
 
 
-def _slice_of(device: jax.Device) -> int:
+def part_of(device: jax.Device) -> tuple[int, int]:
+    """Return the slice of a TPU or the node of a GPU: what fast links join.
+
+    A node is a process of the run; where a platform numbers slices, those of GPUs are nodes, too.
+    """
     # Compile-only devices of a single slice and other platforms have no slices.
-    return int(getattr(device, "slice_index", 0))
+    of_slice = int(getattr(device, "slice_index", 0))
+    return of_slice, device.process_index if device.platform in ("gpu", "cuda") else 0

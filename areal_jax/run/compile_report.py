@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -21,8 +22,10 @@ from areal_jax.errors import config_errors
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.parallel import hlo
 from areal_jax.parallel.compilation import OnProgram, Program, peak_bytes
+from areal_jax.parallel.gpu_topologies import allocatable_bytes
 from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.parallel.topologies import on_own_slice
+from areal_jax.parallel.torus import part_of
 from areal_jax.run.plan import Plan
 from areal_jax.run.trainer import abstract_weights, example_trainer, rl_trainer
 from areal_jax.sim.hardware import Device, device_of_kind
@@ -188,7 +191,9 @@ def compile_run(
     moves = set(plan.rollout_mesh.devices.flat) != set(plan.train_mesh.devices.flat)
     with config_errors("--compile-for"):
         plan = _on_own_slices(plan)
-    device_name, device = device_of_kind(plan.train_mesh.devices.flat[0].device_kind)
+    kind = plan.train_mesh.devices.flat[0].device_kind
+    device_name, device = device_of_kind(kind)
+    device = replace(device, memory_bytes=allocatable_bytes(kind) or device.memory_bytes)
     jobs, left_out = list(_trainer_jobs(plan)), 0
     if plan.decodes:
         jobs.append(_copy_job(plan, moves=moves))
@@ -227,8 +232,11 @@ def describe_traffic(work: hlo.Work, mesh: Mesh, device: Device) -> tuple[Traffi
             collective.is_asynchronous,
         )
         members = places[list(collective.group)] if collective.group else places
-        is_within = len({getattr(each, "slice_index", 0) for each in members}) == 1
-        rate = device.link_bytes_per_s if is_within else device.network_bytes_per_s
+        rate = device.link_bytes_per_s
+        by_part = Counter(part_of(each) for each in members)
+        if len(by_part) > 1:
+            # As many rings as members of a part, each through a network card of its own.
+            rate = min(rate, device.network_bytes_per_s * min(by_part.values()))
         total = sums.setdefault(key, [0, 0.0, 0.0])
         total[0] += count
         total[1] += count * collective.num_bytes

@@ -369,15 +369,20 @@ _SCALARS = (jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.bo
 def params_digest(params: Params) -> UInt32[Array, ""]:
     """Return a checksum of all bits of the parameters, which depends on their positions.
 
-    It is a sum modulo 2³², so that neither shards nor their order change it.
+    It is a sum modulo 2³², so that neither shards nor their order change it. Places are counted
+    along the axes: to flatten a sharded leaf would gather it.
     """
     total = jnp.zeros((), jnp.uint32)
     for leaf in jax.tree.leaves(params):
         bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
-        flat = bits.astype(jnp.uint32).reshape(-1)
-        places = jax.lax.iota(jnp.uint32, flat.size)
+        places, stride = jnp.zeros(leaf.shape, jnp.uint32), 1
+        for axis in reversed(range(leaf.ndim)):
+            along = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+            places += along * jnp.uint32(stride % 2**32)
+            stride *= leaf.shape[axis]
         # 2654435761 is odd, so that every bit of a leaf changes its sum.
-        total = total * jnp.uint32(31) + jnp.sum(flat * (places * jnp.uint32(2654435761) | 1))
+        mixed = bits.astype(jnp.uint32) * (places * jnp.uint32(2654435761) | 1)
+        total = total * jnp.uint32(31) + jnp.sum(mixed)
     return total
 
 

@@ -81,7 +81,9 @@ def test_only_the_first_axis_crosses_slices() -> None:
 
 def test_axes_that_would_cross_slices_are_refused_with_the_sizes() -> None:
     placement = PlacementConfig(train_fsdp=4, train_context=4, train_tensor=8)
-    with pytest.raises(ValueError, match="64, 64, 64, 64 on its slices, expected multiples of 128"):
+    with pytest.raises(
+        ValueError, match="64, 64, 64, 64 on its slices or nodes, expected multiples of 128"
+    ):
         make_train_mesh(placement, devices_of("v5p:4x4x4", num_slices=4))
 
 

@@ -1,0 +1,64 @@
+"""`--compile-for` of GPU nodes: programs of real widths and few layers, by XLA's GPU compiler."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Qwen2.5-1.5B but for the number of layers.
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("topology", ["2xh200:8", "b200:8"])
+def test_weights_are_gathered_and_gradients_scattered_while_devices_compute(
+    topology: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    num_devices = 16 if topology.startswith("2x") else 8
+    question = [f"model={tmp_path}", f"devices={num_devices}", "context=8192", "slots=64"]
+    done = subprocess.run(
+        [sys.executable, "-m", "areal_jax.plan", *question, f"--compile-for={topology}"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
+    for name in ("init", "accumulate", "apply", "logprobs"):
+        assert re.search(rf"trainer {name} +0:\d\d +\d", out)
+    for name in ("generate", "prefill", "extend", "copy"):
+        assert re.search(rf"engine {name}", out)
+    assert "not counted" not in out
+    rows = re.findall(r"trainer (\w+) +([\w-]+) +(fsdp) +([\d,]+) +(\S+) +\S+ +(yes|no)", out)
+    num_bytes: dict[tuple[str, str, str], float] = {}
+    for program, kind, _, _, size, overlaps in rows:
+        num_bytes[program, kind, overlaps] = 0.0 if size == "<0.01" else float(size)
+    # 0.327 G weights (151936 x 1536, and 2 x 46.8 M) in bfloat16, forward and backward; the output
+    # head's gradient and those of layers in float32, reduced while something else runs.
+    assert num_bytes["accumulate", "all-gather", "yes"] == pytest.approx(1.31, rel=0.1)
+    assert num_bytes["accumulate", "reduce-scatter", "yes"] == pytest.approx(1.31, rel=0.1)
+    # What does not overlap, or is reduced on every device, is small.
+    for (_, kind, overlaps), size in num_bytes.items():
+        if kind == "all-reduce" or overlaps == "no":
+            assert size < 0.02
+    # The update needs the norm of the gradient only.
+    assert {kind for program, kind, _ in num_bytes if program == "apply"} == {"all-reduce"}
+    mfu = re.search(r"training: at most (\d+)% MFU \(compiled", out)
+    assert mfu and 30 < int(mfu[1]) < 100
