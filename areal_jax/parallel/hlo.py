@@ -471,9 +471,12 @@ def _kernel_flops(name: str, inputs: Sequence[ArrayShape]) -> float | None:
     if wide := [array.sizes for array in inputs if len(array.sizes) == 4]:
         longest = wide[0][1]  # queries [B, T, N, H], as many keys
         if name == "paged_attention":
-            # Queries [B, K, rows, H], pages [K, P, p, H], table [B, M]; nothing is masked.
-            table = next(a.sizes for a in inputs if a.dtype == "s32" and len(a.sizes) == 2)
-            longest = 2 * table[1] * wide[1][2]
+            # Queries [B, K, rows, H], pages [K, P, p, H], table [B, M] or [B, 1, M]; nothing is
+            # masked.
+            tables = [a.sizes for a in inputs if a.dtype == "s32" and len(a.sizes) > 1]
+            if not tables or len(wide) < 2:
+                return None
+            longest = 2 * tables[0][-1] * wide[1][2]
         return float(products * math.prod(wide[0]) * longest)
     wide = [array.sizes for array in inputs if len(array.sizes) == 3]
     if len(wide) < 2:
