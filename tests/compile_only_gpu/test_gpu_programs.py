@@ -25,7 +25,7 @@ SHAPE = {
 
 
 @pytest.mark.parametrize("topology", ["2xh200:8", "b200:8"])
-def test_weights_are_gathered_and_gradients_scattered_while_devices_compute(
+def test_gathers_and_scatters_of_training_overlap_with_compute(
     topology: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
