@@ -92,13 +92,14 @@ def _has_experiments(config: object) -> bool:
 
 def _group_lines(listed: Settings, headings: Mapping[str, str]) -> Iterator[str]:
     """One line for the settings outside groups, and one for each outermost group."""
-    top = [key for key in listed if key.partition(".")[0] not in headings]
-    yield from textwrap.wrap(
-        f"settings: {', '.join(top)}", MAX_WIDTH, subsequent_indent=" " * 10, break_on_hyphens=False
-    )
+    top = ", ".join(key for key in listed if key.partition(".")[0] not in headings)
     outermost = {key: doc for key, doc in headings.items() if "." not in key}
-    if outermost:
-        yield "groups of settings:"
+    yield from textwrap.wrap(
+        f"settings: {top}; groups:" if outermost else f"settings: {top}",
+        MAX_WIDTH,
+        subsequent_indent=" " * 10,
+        break_on_hyphens=False,
+    )
     for group, doc in outermost.items():
         number = sum(f"{key}.".startswith(f"{group}.") for key in listed)
         short = textwrap.shorten(doc, MAX_WIDTH - 18, placeholder="...")

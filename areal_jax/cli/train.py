@@ -62,9 +62,8 @@ Train the policy of an experiment. Metrics, samples and checkpoints are written 
   --run-folder=DIR      folder to write; default: {RUNS_FOLDER}/NAME-TIME
   --resume[=DIR]        resume the run in DIR, or the newest run (of NAME, if --exp is given)
   --dry-run             print settings, devices, meshes and memory, and train nothing
-  --compile-for=SLICE   compile for TPU slices or GPU nodes that are not there, as 2xv5p:4x4x4 or
-                        2xh200:8; --compile-all: all programs; --save-executables=DIR: keep
-                        programs, load what matches
+  --compile-for=SLICE   compile for absent TPU slices or GPU nodes, as 2xv5p:4x4x4 or 2xh200:8;
+                        --compile-all: all programs; --save-executables=DIR: keep programs
   --replay=RUN          train again on the recorded rollouts of a run; --until=N: to version N
   --preflight           try right, wrong and cheating answers, from prompt to one update
 """
