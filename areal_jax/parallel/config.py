@@ -37,8 +37,9 @@ class PlacementConfig:
     train_fsdp: int | None = chz.field(
         validator=POSITIVE,
         default=None,
-        doc="train mesh: shards of parameters and batch (FSDP); none: devices / (expert x context "
-        "x tensor)",
+        doc="train mesh: shards of parameters and batch (FSDP); other devices repeat the "
+        "parameters; none: at most 16 of a TPU slice, all of a node of GPUs, more where the memory "
+        "forecast does not fit",
     )
     train_expert: int = chz.field(
         validator=POSITIVE,

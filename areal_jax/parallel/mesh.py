@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -11,10 +11,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.torus import arrange, order_devices
+from areal_jax.parallel.torus import arrange, divisors, group_by_part, is_ring, order_devices
 
 PAPERS_SHARE = 3 / 4
 """Share of rollout devices (AReaL, arXiv:2505.24298, section 7.1)."""
+
+MAX_SHARDS = 16
+"""Shards of parameters on a TPU slice, if they fit its memory. XLA:TPU reduces and scatters the
+gradients of matrices over 16 devices of every slice; over 64, and over a whole slice that is no
+ring, it reduces them whole on each device, with twice the traffic."""
 
 
 class Meshes(NamedTuple):
@@ -45,6 +50,8 @@ def make_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None
 def make_train_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:
     """Make a train mesh of all these devices.
 
+    Without placement.train_fsdp, parameters are cut as `finer_meshes` says if they fit.
+
     Raises:
         ValueError: the number of devices is not divisible by the shards.
     """
@@ -60,11 +67,36 @@ def make_train_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -
             f"placement.train_{axis}={size}" for axis, size in shards.items() if size > 1
         )
         raise ValueError(f"{len(devices)} train devices are not divisible by {settings}")
-    if placement.train_fsdp:
-        axes = {"data": others} | shards
-    else:
-        axes = {"data": 1} | shards | {"fsdp": others}
-    return _make_mesh(axes, devices)
+    mesh = _make_mesh({"data": others, **shards}, devices)
+    return mesh if placement.train_fsdp else next(finer_meshes(mesh))
+
+
+def finer_meshes(mesh: Mesh) -> Iterator[Mesh]:
+    """Yield train meshes of the same devices and shards but for the axes data and fsdp, by
+    decreasing speed and memory.
+
+    The first is for parameters that fit. Parameters are cut within a slice of TPUs or a node of
+    GPUs, and repeated over the others (hybrid sharding); only the last mesh has no data axis. On
+    CPUs it is the only one.
+
+    Args:
+        mesh: train mesh with any sizes of these two axes.
+    """
+    devices, sizes = order_devices(mesh.devices.reshape(-1).tolist()), dict(mesh.shape)
+    groups = sizes.pop("data") * sizes.pop("fsdp")
+    inner, cut = math.prod(sizes.values()), sizes["expert"] * sizes["context"]
+    parts = group_by_part(devices)
+    near = math.gcd(groups, *(max(1, len(part) // inner) for part in parts))
+    most = near
+    if devices[0].platform == "cpu" or near == 1:
+        most = near = groups
+    elif devices[0].platform == "tpu":
+        most = max(1, MAX_SHARDS // cut)
+        if any(near * cut == len(part) and not is_ring(part) for part in parts):
+            most = min(most, near // 2)
+    fastest = max(size for size in divisors(near) if size <= most)
+    for fsdp in sorted({groups, *(size for size in divisors(near) if size >= fastest)}):
+        yield _make_mesh({"data": groups // fsdp, "fsdp": fsdp, **sizes}, devices)
 
 
 def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:

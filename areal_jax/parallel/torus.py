@@ -49,7 +49,7 @@ def arrange(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     """
     outer = next((axis for axis, size in enumerate(shape) if size > 1), 0)
     inner = math.prod(shape[outer + 1 :])
-    parts = [list(part) for _, part in groupby(devices, part_of)]
+    parts = group_by_part(devices)
     if any(len(part) % inner for part in parts):
         counts = ", ".join(str(len(part)) for part in parts)
         sizes = ", ".join(map(str, divisors(math.gcd(*map(len, parts)))))
@@ -133,6 +133,17 @@ def _as_cuboid(devices: Sequence[jax.Device]) -> np.ndarray | None:
 def has_torus(devices: Sequence[jax.Device]) -> bool:
     """Return whether the devices are those of TPU slices."""
     return devices[0].platform == "tpu"
+
+
+def is_ring(devices: Sequence[jax.Device]) -> bool:
+    """Return whether TPUs are a line, or two beside each other."""
+    sizes = np.ptp(np.array([device.coords for device in devices]), axis=0) + 1
+    return int(np.prod(sizes)) == len(devices) <= 2 * int(sizes.max())
+
+
+def group_by_part(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """Return devices, in the order of `order_devices`, by what `part_of` says of them."""
+    return [list(part) for _, part in groupby(devices, part_of)]
 
 
 def part_of(device: jax.Device) -> tuple[int, int]:

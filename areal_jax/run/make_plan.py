@@ -39,6 +39,7 @@ from areal_jax.records import derive_seed
 from areal_jax.rl.config import GAE
 from areal_jax.run.checks import find_mismatches
 from areal_jax.run.frozen_models import find_frozen_models
+from areal_jax.run.memory_checks import shard_to_fit
 from areal_jax.run.models import (
     find_critic,
     find_image_reader,
@@ -120,19 +121,21 @@ def make_shape_plan(
     with config_errors():
         meshes, policy = _make_meshes(experiment, devices), Policy(model)
         check_row_shards(policy, meshes.train, row_tokens)
-        training = TrainingPlan(
-            experiment=experiment,
-            policy_folder=EMBEDDED,
-            policy=policy,
-            frozen_models=(),
-            image_reader=None,
-            tokenizer=load_tokenizer(EMBEDDED, None),
-            compute_dtype=compute_dtype(experiment.policy.compute_dtype, meshes.train),
-            train_mesh=meshes.train,
-            row_tokens=row_tokens,
-            critic=None,
-            critic_folder=None,
-            compiler=compiler,
+        training = shard_to_fit(
+            TrainingPlan(
+                experiment=experiment,
+                policy_folder=EMBEDDED,
+                policy=policy,
+                frozen_models=(),
+                image_reader=None,
+                tokenizer=load_tokenizer(EMBEDDED, None),
+                compute_dtype=compute_dtype(experiment.policy.compute_dtype, meshes.train),
+                train_mesh=meshes.train,
+                row_tokens=row_tokens,
+                critic=None,
+                critic_folder=None,
+                compiler=compiler,
+            )
         )
         engines = _make_engines(experiment, meshes, training)
     no_tasks, no_examples = TaskSet((), {}), ExampleSet((), {})
@@ -189,8 +192,7 @@ def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
         )
         for each in filter(None, (policy, critic)):
             check_row_shards(each, mesh, row_tokens)
-        plan.train_bytes()
-    return plan
+        return shard_to_fit(plan)
 
 
 def load_task_sets(experiment: AnyExperiment) -> tuple[TaskSet, TaskSet]:

@@ -4,11 +4,17 @@ not.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import jax
 import psutil
 
 from areal_jax.cluster.config import Ray
-from areal_jax.run.plan import Memory, Plan
+from areal_jax.parallel.gpu_topologies import allocatable_bytes
+from areal_jax.parallel.mesh import finer_meshes
+from areal_jax.run.plan import Memory, Plan, TrainingPlan
+from areal_jax.sim.hardware import device_of_kind
 
 RESIDENT = ("frozen", "parameters", "optimizer", "weights")
 """Purposes of memory that is held all the time and known exactly."""
@@ -45,6 +51,20 @@ def find_overflow(plan: Plan) -> str:
     )
 
 
+def shard_to_fit(plan: TrainingPlan) -> TrainingPlan:
+    """The plan with parameters cut over as many devices as the forecast of memory asks for, unless
+    placement.train_fsdp is set.
+    """
+    is_given = plan.experiment.placement.train_fsdp is not None
+    # All hosts must choose the same mesh: what a device reports may differ between them.
+    available = _memory_of_kind(plan.train_mesh.devices.flat[0].device_kind)
+    for mesh in (plan.train_mesh,) if is_given else finer_meshes(plan.train_mesh):
+        plan = replace(plan, train_mesh=mesh)
+        if sum(plan.train_bytes().values()) <= available:
+            break
+    return plan
+
+
 def format_memory(sizes: Memory) -> str:
     """The sum of sizes, and each size."""
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
@@ -74,6 +94,14 @@ def _compare_memory(plan: Plan, train: Memory, rollout: Memory) -> tuple[int, in
     except jax.errors.JaxRuntimeError:
         available = 0  # a compile-only device
     return on_train + on_rollout if is_shared else max(on_train, on_rollout), available
+
+
+def _memory_of_kind(kind: str) -> float:
+    """Bytes that a run can allocate on a device, by its data sheet; infinity where unknown."""
+    try:
+        return allocatable_bytes(kind) or device_of_kind(kind)[1].memory_bytes
+    except ValueError:
+        return math.inf
 
 
 def _relief(plan: Plan) -> str:

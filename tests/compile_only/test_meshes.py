@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 from jax.experimental.topologies import get_topology_desc
 
+from areal_jax.config.experiment import Experiment
+from areal_jax.engine.config import EngineConfig
+from areal_jax.models.known import known_shape
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.mesh import make_meshes, make_train_mesh
+from areal_jax.parallel.mesh import finer_meshes, make_meshes, make_train_mesh
 from areal_jax.parallel.topologies import on_own_slice
-from areal_jax.parallel.torus import arrange, order_devices
+from areal_jax.parallel.torus import arrange, order_devices, part_of
+from areal_jax.run.make_plan import make_shape_plan
+from areal_jax.run.plan import Plan
+from areal_jax.trainer.config import TrainerConfig
 
 SLICES = (
     *("v5e:2x2", "v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:16x16"),
@@ -70,6 +76,67 @@ def test_every_placement_makes_meshes_of_contiguous_parts(topology: str) -> None
             assert max(volume(group) for group in groups) == mesh.shape["tensor"]
         num_made += 1
     assert num_made >= 3
+
+
+@pytest.mark.parametrize(
+    ("topology", "num_slices", "placement", "data_and_fsdp"),
+    [
+        # Sixteen devices of a slice, or all of one that is a ring: XLA:TPU then scatters gradients.
+        ("v5p:8x8x8", 1, PlacementConfig(), [(32, 16), (16, 32), (8, 64), (4, 128), (2, 256)]),
+        ("v5e:2x2", 1, PlacementConfig(), []),
+        ("v6e:2x4", 1, PlacementConfig(), []),
+        # Half of the slice, if it is no ring.
+        ("v5p:2x2x2", 1, PlacementConfig(), [(2, 4)]),
+        ("v5e:4x4", 1, PlacementConfig(), [(2, 8)]),
+        ("v5e:4x4", 1, PlacementConfig(train_tensor=4), []),
+        # Experts and tokens of a row cut parameters too.
+        ("v5p:4x4x4", 1, PlacementConfig(train_context=2, train_expert=2), [(4, 4), (2, 8)]),
+        # Between slices there is only data parallelism, while the parameters fit.
+        ("v6e:4x4", 4, PlacementConfig(), [(8, 8), (4, 16)]),
+        ("v5p:4x4x4", 2, PlacementConfig(), [(8, 16), (4, 32), (2, 64)]),
+    ],
+)
+def test_parameters_are_cut_within_a_slice_and_repeated_over_the_others(
+    topology: str,
+    num_slices: int,
+    placement: PlacementConfig,
+    data_and_fsdp: list[tuple[int, int]],
+) -> None:
+    devices = devices_of(topology, num_slices)
+    mesh = make_train_mesh(placement, devices)
+    meshes = list(finer_meshes(mesh))
+    inner = placement.train_context * placement.train_expert * placement.train_tensor
+    found = [(each.shape["data"], each.shape["fsdp"]) for each in meshes]
+    assert found == [*data_and_fsdp, (1, len(devices) // inner)]
+    assert (meshes[0].devices == mesh.devices).all()
+    for each in meshes[:-1]:
+        copies = each.devices.reshape(each.shape["data"], -1)
+        assert all(len({part_of(device) for device in copy}) == 1 for copy in copies)
+        assert max(volume(copy) for copy in copies) == copies.shape[1]
+
+
+def test_parameters_that_do_not_fit_are_cut_over_more_devices() -> None:
+    def plan(model: str, **placement: int) -> Plan:
+        experiment = Experiment(
+            name=model,
+            num_steps=1,
+            engine=EngineConfig(num_slots=64, max_prompt_tokens=1024, max_new_tokens=7168),
+            trainer=TrainerConfig(rows_per_micro_batch=1, remat="full"),
+            placement=PlacementConfig(train_devices=64, rollout_devices=64, **placement),
+        )
+        return make_shape_plan(experiment, known_shape(model), devices_of("v6e:8x16"))
+
+    def num_bytes(model: str, fsdp: int) -> int:
+        found = plan(model, train_fsdp=fsdp)
+        assert found.train_mesh.shape["fsdp"] == fsdp
+        return sum(found.train_bytes().values())
+
+    small, large = "qwen2.5-7b", "qwen2.5-32b"
+    has = 32e9
+    assert num_bytes(small, 16) <= has
+    assert plan(small).train_mesh.shape["fsdp"] == 16
+    assert num_bytes(large, 64) <= has < num_bytes(large, 32) < num_bytes(large, 16)
+    assert plan(large).train_mesh.shape["fsdp"] == 64
 
 
 def test_only_the_first_axis_crosses_slices() -> None:
