@@ -125,14 +125,25 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
             f"expected rollout state of format {FORMAT}, found format {found!r}; resume with "
             f"{release}"
         )
+    state = RolloutState(
+        facts["tasks"],
+        facts["next_group_id"],
+        facts["rejected"],
+        _decode_buffered(facts["buffered"], arrays),
+        _decode_suspended(facts["suspended"], arrays),
+        facts.get("staleness_limit"),
+    )
+    return state, facts["notes"]
+
+
+def _decode_buffered(
+    entries: Sequence[Json], arrays: Mapping[str, np.ndarray]
+) -> tuple[Group, ...]:
     samples = _split("sample", arrays, SAMPLE_COLUMNS)
     rewards = iter(arrays["sample.reward"].tolist())
-    completions = _split("completion", arrays, COMPLETION_COLUMNS)
-    sample_experts, token_rewards, completion_experts = (
-        _split_optional(name, arrays)
-        for name in ("sample.experts", "sample.token_rewards", "completion.experts")
-    )
-    buffered = tuple(
+    experts = _split_optional("sample.experts", arrays)
+    token_rewards = _split_optional("sample.token_rewards", arrays)
+    return tuple(
         Group(
             id=entry["id"],
             task=task_from_json(entry["task"]),
@@ -142,7 +153,7 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
                     reward=next(rewards),
                     grade=grade,
                     stop_reason=stop_reason,
-                    experts=next(sample_experts),
+                    experts=next(experts),
                     components=components,
                     token_rewards=next(token_rewards),
                 )
@@ -154,9 +165,16 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
                 )
             ),
         )
-        for entry in facts["buffered"]
+        for entry in entries
     )
-    suspended = tuple(
+
+
+def _decode_suspended(
+    entries: Sequence[Json], arrays: Mapping[str, np.ndarray]
+) -> tuple[SuspendedGroup, ...]:
+    completions = _split("completion", arrays, COMPLETION_COLUMNS)
+    experts = _split_optional("completion.experts", arrays)
+    return tuple(
         SuspendedGroup(
             id=entry["id"],
             task=task_from_json(entry["task"]),
@@ -166,24 +184,15 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
                         **next(completions),
                         stop_reason=reason,
                         top_logprobs=None,
-                        experts=next(completion_experts),
+                        experts=next(experts),
                     )
                     for reason in stop_reasons
                 )
                 for call, stop_reasons in entry["calls"].items()
             },
         )
-        for entry in facts["suspended"]
+        for entry in entries
     )
-    state = RolloutState(
-        facts["tasks"],
-        facts["next_group_id"],
-        facts["rejected"],
-        buffered,
-        suspended,
-        facts.get("staleness_limit"),
-    )
-    return state, facts["notes"]
 
 
 def pack(columns: Columns) -> UInt8[np.ndarray, "S"]:

@@ -23,6 +23,7 @@ from areal_jax.parallel.config import PlacementConfig
 if TYPE_CHECKING:
     from areal_jax.models.architecture import ModelConfig
     from areal_jax.run.compile_report import CompileReport, ProgramReport
+    from areal_jax.run.plan import Plan
 
 _GIB = 2**30
 
@@ -58,7 +59,6 @@ def compile_for(
     from areal_jax.parallel.compilation import compile_lowered
     from areal_jax.parallel.executables import ExecutableFolder
     from areal_jax.parallel.topologies import compile_only_devices
-    from areal_jax.run.compile_report import compile_run
     from areal_jax.run.make_plan import make_plan, make_shape_plan
 
     with config_errors("--compile-for"):
@@ -70,41 +70,44 @@ def compile_for(
         plan = make_plan(experiment, devices, compiler)
     else:
         plan = make_shape_plan(experiment, model, devices, compiler)
+    report = _compile_with_progress(plan, experiment.name, topology, compiles_all)
     console = Console(highlight=False)
-    start_s = time.monotonic()
-    progress = ProgressDisplay(f"compiling {experiment.name} for {topology}: {plan.devices}", 0)
-    try:
-        with progress.stage("compiling") as stage:
-
-            def show(number_and_total: list[int], report: ProgramReport) -> None:
-                done, total = number_and_total
-                elapsed_s = time.monotonic() - start_s
-                left_s = elapsed_s / done * (total - done)
-                progress.say(
-                    f"compiled {done} of {total}: {report.name} in "
-                    f"{format_duration(report.compile_s)}; {format_duration(elapsed_s)} elapsed, "
-                    f"about {format_duration(left_s)} left"
-                )
-
-            at = [0, 0]
-
-            def begin(name: str, number: int, total: int) -> None:
-                at[:] = number, total
-                stage.compiles("", name, number, total)
-
-            report = compile_run(
-                plan,
-                topology,
-                compiles_all=compiles_all,
-                on_program=begin,
-                on_report=lambda each: show(at, each),
-            )
-    finally:
-        progress.close()
     status = show_report(report, console)
     if isinstance(compiler, ExecutableFolder):
         console.print(f"{compiler.num_saved} executables saved in {executables}")
     return status
+
+
+def _compile_with_progress(
+    plan: Plan, name: str, topology: str, compiles_all: bool
+) -> CompileReport:
+    from areal_jax.run.compile_report import compile_run
+
+    start_s = time.monotonic()
+    progress = ProgressDisplay(f"compiling {name} for {topology}: {plan.devices}", 0)
+    done = total = 0
+
+    def show(report: ProgramReport) -> None:
+        elapsed_s = time.monotonic() - start_s
+        progress.say(
+            f"compiled {done} of {total}: {report.name} in {format_duration(report.compile_s)}; "
+            f"{format_duration(elapsed_s)} elapsed, "
+            f"about {format_duration(elapsed_s / done * (total - done))} left"
+        )
+
+    try:
+        with progress.stage("compiling") as stage:
+
+            def begin(program: str, number: int, of: int) -> None:
+                nonlocal done, total
+                done, total = number, of
+                stage.compiles("", program, number, of)
+
+            return compile_run(
+                plan, topology, compiles_all=compiles_all, on_program=begin, on_report=show
+            )
+    finally:
+        progress.close()
 
 
 def show_report(report: CompileReport, console: Console) -> int:

@@ -117,8 +117,8 @@ class Engines:
     has them, a request that its engine lacks is submitted again, and a request without progress
     moves to an engine that can run it.
 
-    The class is long because a report of an engine changes its weights, its requests and their
-    engines in one step of the event loop, on shared state.
+    The class has more than 200 lines because a report of an engine changes its weights, its
+    requests and their engines in one step of the event loop, on shared state.
     """
 
     def __init__(self, *, wait_s: float) -> None:

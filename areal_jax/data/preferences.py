@@ -43,6 +43,11 @@ SIDES = ("chosen", "rejected")
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 """Role of each speaker in the text form of hh-rlhf."""
 
+NO_PAIRS = (
+    "examples: expected a source of answer pairs, found Exercises, which has conversations with "
+    "tools; set examples=Synthetic, Files or Hub"
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreferencePair:
@@ -87,10 +92,7 @@ def load_pairs(
 
     def generate(problems: Sequence[Problem] | GeneratedExercises) -> Sequence[PreferencePair]:
         if isinstance(problems, GeneratedExercises):
-            raise ValueError(
-                "examples: expected a source of answer pairs, found Exercises, which has "
-                "conversations with tools; set examples=Synthetic, Files or Hub"
-            )
+            raise ValueError(NO_PAIRS)
 
         def make(index: int) -> PreferencePair:
             problem, rng = problems[index], random.Random(f"{seed}/{index}")

@@ -88,7 +88,8 @@ class HFTokenizer:
 
     Without a template, conversations are rendered as plain text: the contents of the messages,
     separated by empty lines, a line break at the end, and the special tokens that tokenizer.json
-    adds to a text.
+    adds to a text. The class has more than 200 lines because every text passes the same checks of
+    its length, special tokens and images.
     """
 
     def __init__(

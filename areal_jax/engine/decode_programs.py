@@ -57,6 +57,8 @@ class DecodePrograms:
     def lower(self, verb: str, *shape: int) -> jax.stages.Lowered:
         """Lower a program.
 
+        The function has more than 60 lines because it lists the arguments of every program.
+
         Args:
             verb: `init`, `generate`, `prefill`, `extend`, `prefill_images`, `extend_images`,
                 `encode`, `copy`, `copy_states`, `insert`, `resize`, `score`, `same_weights`,

@@ -48,7 +48,8 @@ memory."""
 class DecodeShapes:
     """Shapes of state, arguments and results, and the lengths for which programs are compiled.
 
-    Slots and pages are sharded over the mesh's data axis, heads over its tensor axis.
+    Slots and pages are sharded over the mesh's data axis, heads over its tensor axis. The class has
+    more than 200 lines because it lists the shape of every argument and result.
 
     Attributes:
         num_shards: Data shards, each with its own pages.

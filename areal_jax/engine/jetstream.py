@@ -100,33 +100,9 @@ class JetStreamEngine(engine_api.Engine):
 
         ValueError names the setting that does not fit.
         """
+        _check(engine, sampling)
         config = engine.config
-        if engine.policy.config.linear is not None:
-            raise ValueError(
-                f"expected a policy without linear attention, found "
-                f"{engine.policy.config.architecture}: its recurrent states are not part of "
-                "JetStream's prefix"
-            )
-        if config.steps_per_dispatch != 1:
-            raise ValueError(
-                f"expected engine.steps_per_dispatch=1, came {config.steps_per_dispatch}: "
-                "JetStream counts steps"
-            )
-        if config.kv_tokens:
-            raise ValueError(
-                f"expected engine.kv_tokens=0, came {config.kv_tokens}: JetStream preempts nothing"
-            )
-        if config.max_prompt_tokens < SHORTEST_PREFILL:
-            raise ValueError(
-                f"expected engine.max_prompt_tokens of at least {SHORTEST_PREFILL}, came "
-                f"{config.max_prompt_tokens}: JetStream pads every prompt to so many"
-            )
         self._mode = sampling_mode(sampling)
-        if self._mode == SamplingMode.SHAPED:
-            raise ValueError(
-                "expected a sampling without penalties, min_new_tokens and num_top_logprobs, which "
-                f"look at the tokens sampled before; JetStream's state holds none. Came {sampling}"
-            )
         self._engine, self._params, self._tokenizer, self._sampling, self._seed = (
             engine,
             params,
@@ -262,7 +238,7 @@ class JetStreamEngine(engine_api.Engine):
         engine, first = self._engine, np.asarray(prefix.first)
         if len(slots) != max(len(first), 1):
             raise ValueError(
-                f"expected a slot for each of {max(len(first), 1)} answers, came {len(slots)}"
+                f"expected a slot for each of {max(len(first), 1)} answers, found {len(slots)}"
             )
         # The last token is fed by the first step.
         cached = len(prefix.common_prefix_tokens) + (len(first) > 0) - 1
@@ -385,6 +361,36 @@ class Vocabulary(tokenizer_api.Tokenizer):
     @property
     def stop_tokens(self) -> set[int]:
         return set(self._tokenizer.stop_token_ids)
+
+
+def _check(engine: DecodeEngine, sampling: Sampling) -> None:
+    """Raise ValueError if JetStream cannot decode with these settings."""
+    config = engine.config
+    if engine.policy.config.linear is not None:
+        raise ValueError(
+            f"expected a policy without linear attention, found "
+            f"{engine.policy.config.architecture}: its recurrent states are not part of "
+            "JetStream's prefix"
+        )
+    if config.steps_per_dispatch != 1:
+        raise ValueError(
+            f"expected engine.steps_per_dispatch=1, found {config.steps_per_dispatch}: "
+            "JetStream counts steps"
+        )
+    if config.kv_tokens:
+        raise ValueError(
+            f"expected engine.kv_tokens=0, found {config.kv_tokens}: JetStream preempts nothing"
+        )
+    if config.max_prompt_tokens < SHORTEST_PREFILL:
+        raise ValueError(
+            f"expected engine.max_prompt_tokens of at least {SHORTEST_PREFILL}, found "
+            f"{config.max_prompt_tokens}: JetStream pads every prompt to so many"
+        )
+    if sampling_mode(sampling) == SamplingMode.SHAPED:
+        raise ValueError(
+            "expected a sampling without penalties, min_new_tokens and num_top_logprobs, which "
+            f"look at the tokens sampled before; JetStream's state holds none. Found {sampling}"
+        )
 
 
 def _refuse(sampler: object) -> None:

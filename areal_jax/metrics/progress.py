@@ -173,7 +173,7 @@ class ProgressDisplay:
 
         Args:
             name: of the stage; stages of one name add up in `stage_s`.
-            announce: print its time at its end; else the block prints what came of it.
+            announce: print its time at its end; otherwise the block prints its result.
         """
         stage = Stage(name, self._clock())
         with self._lock:

@@ -69,7 +69,10 @@ class Attend(Protocol):
 
 
 class Policy:
-    """A decoder without its parameters; hashable, so that it can be a static argument of jit."""
+    """A decoder without its parameters; hashable, so that it can be a static argument of jit.
+
+    It has more than 200 lines because of `hidden`, the one forward pass of all families.
+    """
 
     def __init__(self, config: ModelConfig, lora: LoRA | None = None):
         """Declare the parameters.

@@ -117,25 +117,11 @@ def from_hf(
             f"{source}: rope_scaling={written!r} contradicts "
             f"rope_parameters={config['rope_parameters']!r}; leave one out"
         )
-    local_theta = config.get("rope_local_base_freq")
+    local_theta = config.get("rope_local_base_freq") if by_window else None
     if by_window and spelling == "rope_parameters" and written:
-        if set(written) != {"full_attention", "sliding_attention"}:
-            raise ValueError(
-                f"{source}: expected rope_parameters with full_attention and sliding_attention, "
-                f"found {written!r}"
-            )
-        local = written["sliding_attention"]
-        local_theta = local.get("rope_theta", local_theta)
-        written = written["full_attention"]
-        if local.get("rope_type", "default") != "default":
-            raise ValueError(
-                f"{source}: expected rope_parameters without scaling of sliding_attention, found "
-                f"{local!r}"
-            )
+        written, local_theta = _by_window(written, local_theta, source)
     settings = dict(written)
     theta = settings.pop("rope_theta", config.get("rope_theta", 10000.0))
-    if not by_window:
-        local_theta = None
     bases = [theta] if local_theta is None else [theta, local_theta]
     if wrong := [each for each in bases if not _is_base(each)]:
         raise ValueError(
@@ -169,6 +155,24 @@ def from_hf(
     return Rotary(
         float(theta), scaling, factor, None if local_theta is None else float(local_theta)
     )
+
+
+def _by_window(
+    written: Mapping[str, Any], local_theta: Any, source: str
+) -> tuple[Mapping[str, Any], Any]:
+    """Return the RoPE parameters of layers without a window, and the base of those with one."""
+    if set(written) != {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{source}: expected rope_parameters with full_attention and sliding_attention, "
+            f"found {written!r}"
+        )
+    local = written["sliding_attention"]
+    if local.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"{source}: expected rope_parameters without scaling of sliding_attention, found "
+            f"{local!r}"
+        )
+    return written["full_attention"], local.get("rope_theta", local_theta)
 
 
 def mrope_axes(

@@ -153,7 +153,10 @@ def _attend_to_row(
     *,
     window: int | None,
 ) -> None:
-    """Compute a running softmax over the blocks of a row."""
+    """Compute a running softmax over the blocks of a row.
+
+    The function has more than 60 lines because its parts share the references to memory.
+    """
     i, per_core = pl.program_id(1), pl.num_programs(1)
     row = pl.program_id(0) * per_core + i
     _, K, width, p, L = keys_buffer.shape

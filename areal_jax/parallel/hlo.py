@@ -176,7 +176,10 @@ class Computation:
 
 
 class Program:
-    """A compiled program, from its text."""
+    """A compiled program, from its text.
+
+    It has more than 200 lines because the work of a computation includes that of those it calls.
+    """
 
     def __init__(self, text: str):
         """

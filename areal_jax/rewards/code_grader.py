@@ -273,44 +273,44 @@ def uses_undefined_names(program: str) -> bool:
     return bool(used - defined - _DEFINED or used & _LOOKS_UP)
 
 
-def is_same_output(came: str, expected: str, is_exact: bool = False) -> bool:
+def is_same_output(found: str, expected: str, is_exact: bool = False) -> bool:
     """Return whether two outputs are equal except for spaces around lines, empty lines at the end,
     and the notation of numbers: 1.50 is 1.5, and where a fraction is expected, 1e-6 is tolerated.
 
     Exact comparison is that of LiveCodeBench's checker: lines are equal, or are equal decimals.
     """
     ours, theirs = (
-        [line.strip() for line in text.strip().split("\n")] for text in (came, expected)
+        [line.strip() for line in text.strip().split("\n")] for text in (found, expected)
     )
     return len(ours) == len(theirs) and all(
         map(_is_same_decimals if is_exact else _is_same_line, ours, theirs)
     )
 
 
-def _is_same_decimals(came: str, expected: str) -> bool:
-    if came == expected:
+def _is_same_decimals(found: str, expected: str) -> bool:
+    if found == expected:
         return True
     try:
-        ours, theirs = (list(map(Decimal, line.split())) for line in (came, expected))
+        ours, theirs = (list(map(Decimal, line.split())) for line in (found, expected))
         return ours == theirs
     except (DecimalException, ValueError):
         return False
 
 
-def _is_same_line(came: str, expected: str) -> bool:
-    if came == expected:
+def _is_same_line(found: str, expected: str) -> bool:
+    if found == expected:
         return True
-    ours, theirs = came.split(), expected.split()
+    ours, theirs = found.split(), expected.split()
     return len(ours) == len(theirs) and all(map(_is_same_word, ours, theirs))
 
 
 _DECIMAL = re.compile(r"[-+]?[0-9]{1,300}(\.[0-9]{0,300})?([eE][-+]?[0-9]{1,3})?")
 
 
-def _is_same_word(came: str, expected: str) -> bool:
-    if came == expected:
+def _is_same_word(found: str, expected: str) -> bool:
+    if found == expected:
         return True
-    numbers = _DECIMAL.fullmatch(came), _DECIMAL.fullmatch(expected)
+    numbers = _DECIMAL.fullmatch(found), _DECIMAL.fullmatch(expected)
     if None in numbers or not (numbers[1] and (numbers[1].group(1) or numbers[1].group(2))):
         return False
-    return math.isclose(float(came), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+    return math.isclose(float(found), float(expected), rel_tol=1e-6, abs_tol=1e-6)

@@ -288,7 +288,7 @@ def encode(value: Any, keep=None):
     if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
         return {"type": value.__name__}
     if keep is None:
-        raise TypeError(f"expected plain data, came {type(value).__name__}")
+        raise TypeError(f"expected plain data, found {type(value).__name__}")
     return keep(value)
 
 
@@ -486,10 +486,10 @@ def test(job: dict, wire: Wire) -> int:
             signal.signal(signal.SIGALRM, end_late)
             for arguments, expected in job["cases"]:
                 signal.setitimer(signal.ITIMER_REAL, job["timeout_s"])
-                came = called(*arguments)
+                found = called(*arguments)
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
-                if not (equal_exactly if job["is_exact"] else equal)(came, expected):
-                    raise AssertionError(f"expected {short(expected)}, found {short(came)}")
+                if not (equal_exactly if job["is_exact"] else equal)(found, expected):
+                    raise AssertionError(f"expected {short(expected)}, found {short(found)}")
         else:
             exec(compile(job["setup"], SETUP, "exec"), tests)
             tests.update(names)
@@ -555,22 +555,22 @@ def names_bound(*sources: str) -> set:
     return found
 
 
-def equal_exactly(came, expected) -> bool:
+def equal_exactly(found, expected) -> bool:
     """Whether a result is what was expected, as LiveCodeBench compares them: a tuple is taken for a
     list.
     """
-    return (list(came) if isinstance(came, tuple) else came) == expected
+    return (list(found) if isinstance(found, tuple) else found) == expected
 
 
-def equal(came, expected) -> bool:
+def equal(found, expected) -> bool:
     """Whether a result is what was expected: tuples as lists, floats within 1e-5, as LeetCode
     compares them.
     """
-    if isinstance(came, list | tuple) and isinstance(expected, list):
-        return len(came) == len(expected) and all(map(equal, came, expected))
-    if isinstance(came, float | int) and isinstance(expected, float):
-        return math.isclose(came, expected, rel_tol=1e-5, abs_tol=1e-5)
-    return type(came) is not Remote and came == expected
+    if isinstance(found, list | tuple) and isinstance(expected, list):
+        return len(found) == len(expected) and all(map(equal, found, expected))
+    if isinstance(found, float | int) and isinstance(expected, float):
+        return math.isclose(found, expected, rel_tol=1e-5, abs_tol=1e-5)
+    return type(found) is not Remote and found == expected
 
 
 def short(value) -> str:

@@ -19,7 +19,7 @@ class Index:
 
     def __init__(self, passages: Sequence[str]) -> None:
         if not passages:
-            raise ValueError("expected passages to search in, came none")
+            raise ValueError("expected passages to search in, found none")
         self._passages = passages
         self._ranking = _bm25()
         self._ranking.index([words(passage) for passage in passages], show_progress=False)

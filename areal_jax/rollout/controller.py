@@ -102,8 +102,8 @@ def open_gate(
 class Rollouts:
     """The running groups of `run_rollouts`, with snapshots of the state between tasks and trainer.
 
-    The class is long because a snapshot must find each group in one place: start, end and rejection
-    of a group change all containers without an await between them.
+    It has more than 200 lines because a snapshot must find each group in one place: start, end and
+    rejection of a group change all containers without an await between them.
     """
 
     def __init__(

@@ -176,7 +176,7 @@ def compile_run(
     on_program: OnProgram | None = None,
     on_report: Callable[[ProgramReport], None] = lambda _: None,
 ) -> CompileReport:
-    """Compile the programs of a run on the devices of its plan, and report what came of it.
+    """Compile the programs of a run on the devices of its plan, and report the result.
 
     Args:
         plan: Plan of the run, on compile-only devices.

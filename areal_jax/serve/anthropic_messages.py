@@ -4,7 +4,8 @@ A conversation is read as one of OpenAI's protocol, so that both give the same p
 tools are messages of their own, and the text and the calls of an answer are one message.
 
 Beyond Anthropic's fields: seed, and return_token_ids, with which a complete response has
-`prompt_token_ids`, `token_ids`, `versions` and `token_logprobs`.
+`prompt_token_ids`, `token_ids`, `versions` and `token_logprobs`. The file has more than 400 lines
+because it lists all blocks, fields and events of the API.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ as a conversation of chat completions, so that both give the same prompts. The t
 an answer are one message.
 
 Beyond OpenAI's fields: seed, and return_token_ids, with which a response has `prompt_token_ids`,
-`token_ids`, `versions` and `token_logprobs`.
+`token_ids`, `versions` and `token_logprobs`. The file has more than 400 lines because it lists all
+items, fields and events of the API.
 """
 
 from __future__ import annotations

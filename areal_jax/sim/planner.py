@@ -160,7 +160,8 @@ def plan_cluster(question: ClusterQuestion, model: ModelConfig) -> ClusterPlan:
 def find_obstacles(question: ClusterQuestion, model: ModelConfig) -> Iterator[str]:
     """Find the reasons why no plan exists, each as a sentence with the numbers.
 
-    The function is long because it is a list of checks, each of which needs the previous ones.
+    The function has more than 60 lines because it is a list of checks, each of which needs the
+    previous ones.
     """
     counts = (
         "devices",

@@ -1,4 +1,7 @@
-"""Sessions with their models and samplers: what the endpoints of Tinker's API do."""
+"""Sessions with their models and samplers: what the endpoints of Tinker's API do.
+
+The file has more than 400 lines because of its one class.
+"""
 
 from __future__ import annotations
 

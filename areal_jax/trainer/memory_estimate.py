@@ -19,7 +19,7 @@ from areal_jax.parallel.sharding import TRAIN_RULES, bytes_per_device, num_shard
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import critic_config
 from areal_jax.trainer.optimizer import make_optimizer
-from areal_jax.trainer.state import frozen, frozen_shardings, state_shardings, trained
+from areal_jax.trainer.state import state_shardings, trained
 
 SAVED_PER_MLP = 6
 """Arrays of the MLP's width that a layer saves for its backward pass. This and the next six are
@@ -67,10 +67,7 @@ def predicted_bytes(
         return {**of_policy, "critic": rests + max(0, passing[1] - passing[0])}
     abstract, axes = trained(policy)
     optimizer, offload = make_optimizer(config.optimizer, axes), config.optimizer.offload
-    placed, base = (
-        state_shardings(policy, mesh, optimizer, offload=offload),
-        frozen(policy, compute_dtype),
-    )
+    placed = state_shardings(policy, mesh, optimizer, offload=offload)
     params = bytes_per_device(abstract, placed.params)
     gathered = _gathered(policy, mesh)
     is_explicit = gathered > 0
@@ -94,9 +91,7 @@ def predicted_bytes(
         # The old and the new ones are on the device during an update, in the memory that
         # activations and logits have freed.
         moments = max(0, 2 * moments - gathered - activations - logits)
-    return (
-        {"frozen": bytes_per_device(base, frozen_shardings(policy, mesh))} if policy.lora else {}
-    ) | {
+    return ({"frozen": frozen_bytes(policy, mesh, compute_dtype)} if policy.lora else {}) | {
         "parameters": params,
         "gradients": params,
         "optimizer": moments,

@@ -72,7 +72,7 @@ class Trainer(Versions):
         """
         if isinstance(config.advantages, GAE) != (critic is not None):
             raise ValueError(
-                f"trainer.advantages={type(config.advantages).__name__} came "
+                f"trainer.advantages={type(config.advantages).__name__} was given "
                 f"with{'out' if critic is None else ''} a critic; "
                 "GAE needs one, and no other estimator reads one"
             )

@@ -65,7 +65,10 @@ class TrainableModel:
 
 
 class Learner:
-    """Parameters and optimizer state on the train mesh, and the programs that use them."""
+    """Parameters and optimizer state on the train mesh, and the programs that use them.
+
+    It has more than 200 lines because each method prepares the arguments of one program.
+    """
 
     def __init__(
         self, config: TrainerConfig, model: TrainableModel, objective: Objective, num_updates: int

@@ -114,7 +114,7 @@ def test_one_prefill_serves_a_group(later: ModuleType, num_devices: int) -> None
         decode(engine, state, [first.get_result_at_slots((sample,)) for sample in range(4)]),
         expected,
     )
-    with pytest.raises(ValueError, match="expected a slot for each of 4 answers, came 2"):
+    with pytest.raises(ValueError, match="expected a slot for each of 4 answers, found 2"):
         engine.bulk_insert(prefix, state, [0, 1])
 
 

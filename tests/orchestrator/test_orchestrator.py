@@ -117,9 +117,9 @@ def test_text_goes_in_and_an_answer_may_be_cut_earlier() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"steps_per_dispatch": 2}, r"engine\.steps_per_dispatch=1, came 2"),
-        ({"kv_tokens": 4096}, r"engine\.kv_tokens=0, came 4096"),
-        ({"max_prompt_tokens": 8}, r"engine\.max_prompt_tokens of at least 16, came 8"),
+        ({"steps_per_dispatch": 2}, r"engine\.steps_per_dispatch=1, found 2"),
+        ({"kv_tokens": 4096}, r"engine\.kv_tokens=0, found 4096"),
+        ({"max_prompt_tokens": 8}, r"engine\.max_prompt_tokens of at least 16, found 8"),
     ],
 )
 def test_unsupported_jetstream_features_are_refused(settings: dict[str, int], named: str) -> None:

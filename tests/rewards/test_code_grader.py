@@ -81,7 +81,7 @@ def test_programs_are_searched_in_linear_time(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("came", "expected", "same"),
+    ("found", "expected", "same"),
     [
         ("1 2\n", "1 2", True),
         (" 1 2 \n\n\n", "1 2\n", True),
@@ -105,13 +105,13 @@ def test_programs_are_searched_in_linear_time(text: str) -> None:
     ],
 )
 def test_outputs_are_the_same_but_for_spaces_and_how_fractions_are_written(
-    came: str, expected: str, same: bool
+    found: str, expected: str, same: bool
 ) -> None:
-    assert is_same_output(came, expected) is same
+    assert is_same_output(found, expected) is same
 
 
 @pytest.mark.parametrize(
-    ("came", "expected", "same"),
+    ("found", "expected", "same"),
     [
         ("1.50 2", "1.5 2.0", True),
         ("2.0", "2", True),
@@ -130,8 +130,8 @@ def test_outputs_are_the_same_but_for_spaces_and_how_fractions_are_written(
         ("9" * 100_000, "9" * 99_999 + "8", False),
     ],
 )
-def test_exact_outputs_are_lines_or_decimals(came: str, expected: str, same: bool) -> None:
-    assert is_same_output(came, expected, is_exact=True) is same
+def test_exact_outputs_are_lines_or_decimals(found: str, expected: str, same: bool) -> None:
+    assert is_same_output(found, expected, is_exact=True) is same
 
 
 @pytest.mark.parametrize(

@@ -213,16 +213,16 @@ def test_program_has_no_privileges_and_sees_no_processes(grader: GradeAs) -> Non
     ["/usr/x", "/root/x", "/dev/x", "/x", "/etc/x", sandbox.HARNESS, "/proc/sys/kernel/hostname"],
 )
 def test_nothing_but_tmp_can_be_written(grader: GradeAs, path: object) -> None:
-    came = script(
+    found = script(
         grader,
         (
             f"open({str(path)!r}, 'r+' if __import__('os').path.exists({str(path)!r}) else "
             "'w').write('x')"
         ),
     )
-    assert came.kind == "crashed"
+    assert found.kind == "crashed"
     assert any(
-        error in came.detail
+        error in found.detail
         for error in ("Read-only file system", "Permission denied", "No such file")
     )
 
@@ -252,12 +252,12 @@ def test_there_is_no_network(grader: GradeAs) -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        came = script(
+        found = script(
             grader,
             f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\nprint('fine')",
         )
-    assert came.kind == "crashed"
-    assert "Address family not supported" in came.detail
+    assert found.kind == "crashed"
+    assert "Address family not supported" in found.detail
 
 
 def test_signals_reach_no_process_outside(grader: GradeAs) -> None:
@@ -282,8 +282,8 @@ def test_signals_reach_no_process_outside(grader: GradeAs) -> None:
 @pytest.mark.parametrize("number", [9, 15, 31, 34, 35, 64])
 def test_every_signal_is_the_programs_failure(grader: GradeAs, number: int) -> None:
     dying = f"import os\nos.kill(os.getpid(), {number})\n"
-    came = script(grader, dying)
-    assert came.kind == "crashed" and came.detail.startswith("test 0: signal ")
+    found = script(grader, dying)
+    assert found.kind == "crashed" and found.detail.startswith("test 0: signal ")
     assert grade(grader, dying, DOUBLE).kind == "crashed"
     assert grade(
         grader, f"def double(x):\n    import os\n    os.kill(os.getppid(), {number})\n", DOUBLE
@@ -417,9 +417,9 @@ def test_calls_of_32_bit_programs_end_the_process(grader: GradeAs) -> None:
 def test_memory_of_the_kernel_is_limited(user_id: int, attack: str) -> None:
     grader = GradeAs(user_id, chz.replace(SMALL, memory_bytes=96 << 20, test_timeout_s=20.0))
     try:
-        came = script(grader, f"import os, time\n{attack}")
+        found = script(grader, f"import os, time\n{attack}")
         # Some kernels let a program make fewer of them.
-        assert came == RewardResult(
+        assert found == RewardResult(
             "crashed", f"test 0: more than rewards.sandbox.memory_bytes={96 << 20}"
         )
     finally:
@@ -810,8 +810,8 @@ def test_functions_run_as_livecodebench_runs_them(grader: GradeAs) -> None:
         assert (
             grade(grader, returning, FunctionCalls("f", [((given,), expected)])).kind == "correct"
         )
-        came = grade(grader, returning, FunctionCalls("f", [((given,), expected)], is_exact=True))
-        assert came.kind == ("correct" if exact else "wrong"), given
+        found = grade(grader, returning, FunctionCalls("f", [((given,), expected)], is_exact=True))
+        assert found.kind == ("correct" if exact else "wrong"), given
 
 
 @pytest.mark.slow

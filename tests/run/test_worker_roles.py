@@ -94,11 +94,11 @@ def test_records_are_transferred_unchanged() -> None:
         2,
     )
     np.testing.assert_array_equal(again.prompt_tokens, request.prompt_tokens)
-    (came,) = again.resume
-    assert came.stop_reason == "suspended" and came.top_logprobs is not None
+    (found,) = again.resume
+    assert found.stop_reason == "suspended" and found.top_logprobs is not None
     for name in ("tokens", "logp", "versions"):
-        np.testing.assert_array_equal(getattr(came, name), getattr(sampled, name))
-    np.testing.assert_array_equal(came.top_logprobs.logp, reported.logp)
+        np.testing.assert_array_equal(getattr(found, name), getattr(sampled, name))
+    np.testing.assert_array_equal(found.top_logprobs.logp, reported.logp)
 
 
 @pytest.mark.usefixtures("quick_compilation")

@@ -34,6 +34,9 @@ class KVCacheManager:
     With linear attention, whose recurrent state is known after the last token alone, no cached
     prefix is reused, and a prompt is shared by the sequences that join before its prefill is
     complete. The state is in the slot of the first of them, from which the others copy it.
+
+    The class has more than 200 lines because allocating, sharing and rebuilding change the same
+    pages.
     """
 
     def __init__(self, table: PageTable, chunk_tokens: int, *, has_states: bool = False):
