@@ -35,6 +35,9 @@ NO_VERSION = -1
 ENVIRONMENT = "environment"
 """Kind of tasks that are seeds of an environment, which rewards its episodes itself."""
 
+PUZZLE = "reasoning_gym"
+"""Kind of tasks that are puzzles of reasoning-gym, which scores their answers."""
+
 IMAGE = "<image>"
 """Place of an image in the text of a message."""
 

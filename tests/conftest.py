@@ -66,13 +66,14 @@ settings.load_profile("without clocks")
 
 # Tests of extras that have environments of their own: `jetstream` brings TensorFlow, `tpu` the
 # compilers of TPUs, `gpu` those of GPUs, the trackers pandas and Flask, the documentation MkDocs
-# and a kernel, and Tinker's client transformers.
+# and a kernel, Tinker's client transformers, and environments puzzles and games.
 collect_ignore = [
     folder
     for folder, library in (
         ("orchestrator", "jetstream"),
         ("compile_only", "libtpu"),
         ("compile_only_gpu", "jax_cuda13_plugin"),
+        ("environments", "reasoning_gym"),
         ("trackers", "mlflow"),
         ("documentation", "mkdocs"),
         ("tinker_client", "tinker"),

@@ -18,7 +18,7 @@ EXTRAS = PROJECT["optional-dependencies"]
         *PROJECT["dependencies"],
         *(
             each
-            for name in ("ray", "wandb", "trackio", "mlflow", "tinker", "docs")
+            for name in ("ray", "wandb", "trackio", "mlflow", "reasoning-gym", "tinker", "docs")
             for each in EXTRAS[name]
         ),
     ],

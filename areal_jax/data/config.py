@@ -67,6 +67,27 @@ class Exercises(TaskSource):
 
 
 @chz.chz
+class ReasoningGym(TaskSource):
+    """Puzzles of the generators of reasoning-gym, graded by their own scores (extra
+    `reasoning-gym`).
+    """
+
+    names: tuple[str, ...] = chz.field(
+        doc="generators, comma-separated, such as chain_sum,gcd; they alternate"
+    )
+    parameters: str = chz.field(
+        default="{}",
+        doc="parameters of the generators, such as their difficulty: a JSON object such as "
+        '{"chain_sum": {"max_terms": 3}}; without a generator\'s name, of all',
+    )
+    num_tasks: int = chz.field(validator=POSITIVE, default=4096, doc="number of puzzles")
+    split: Literal["train", "heldout"] = chz.field(
+        default="train", doc="puzzles of this split; the two splits share no question"
+    )
+    seed: int = chz.field(validator=NOT_NEGATIVE, default=0, doc="seed of the puzzles")
+
+
+@chz.chz
 class Seeds(TaskSource):
     """Seeds of the episodes of workflow=Environment."""
 

@@ -10,10 +10,19 @@ import chz
 import numpy as np
 from jaxtyping import Int32
 
-from areal_jax.data.config import Exercises, Files, HeldOut, Hub, Synthetic, TaskSource
+from areal_jax.data.config import (
+    Exercises,
+    Files,
+    HeldOut,
+    Hub,
+    ReasoningGym,
+    Synthetic,
+    TaskSource,
+)
 from areal_jax.data.exercises import GeneratedExercises
 from areal_jax.data.problems import Problem, SyntheticProblems
-from areal_jax.data.sources import Skipped, generate_exercises
+from areal_jax.data.reasoning_gym import Puzzles
+from areal_jax.data.sources import Skipped, generate_exercises, generate_puzzles
 from areal_jax.records import derive_seed
 
 T = TypeVar("T")
@@ -31,7 +40,7 @@ def load_example_sets(
     source: TaskSource,
     eval_source: TaskSource | None,
     *,
-    generate: Callable[[Sequence[Problem] | GeneratedExercises], Sequence[T]],
+    generate: Callable[[Sequence[Problem] | GeneratedExercises | Puzzles], Sequence[T]],
     read: Callable[[Files | Hub], tuple[list[list[T]], Skipped]],
     prompt_of: Callable[[T], Int32[np.ndarray, "_"]],
     seed: int,
@@ -41,7 +50,7 @@ def load_example_sets(
     Args:
         source: source of the training examples.
         eval_source: source of the evaluation examples; None for none.
-        generate: makes examples from generated problems or exercises.
+        generate: makes examples from generated problems, exercises or puzzles.
         read: reads the examples of each row.
         prompt_of: returns the prompt tokens of an example; `HeldOut` never splits a prompt.
         seed: decides which prompts are held out.
@@ -60,19 +69,21 @@ def load_example_sets(
                 return ExampleSet(generate(problems), {})
             case Exercises():
                 return ExampleSet(generate(generate_exercises(source)), {})
+            case ReasoningGym():
+                return ExampleSet(generate(generate_puzzles(source)), {})
             case Files() | Hub():
                 rows, skipped = read(source)
                 return ExampleSet([example for row in rows for example in row], skipped)
             case _:
                 raise ValueError(
-                    "examples: expected Synthetic, Exercises, Files or Hub, found "
+                    "examples: expected Synthetic, Exercises, ReasoningGym, Files or Hub, found "
                     f"{type(source).__name__}"
                 )
 
     match source, eval_source:
         case _, None:
             return load(source), ExampleSet((), {})
-        case ((Synthetic() | Exercises()), HeldOut()):
+        case ((Synthetic() | Exercises() | ReasoningGym()), HeldOut()):
             return load(source), load(
                 chz.replace(source, split="heldout", num_tasks=eval_source.max_examples)
             )

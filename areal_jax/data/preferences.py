@@ -24,6 +24,7 @@ from areal_jax.data.config import Files, Hub, PromptConfig, TaskSource
 from areal_jax.data.examples import ExampleSet, load_example_sets
 from areal_jax.data.exercises import GeneratedExercises
 from areal_jax.data.problems import Problem
+from areal_jax.data.reasoning_gym import Puzzles
 from areal_jax.data.sft import SupervisedExample, check_conversation, encode_answer
 from areal_jax.data.sources import (
     PROMPT_FIELDS,
@@ -44,8 +45,8 @@ SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 """Role of each speaker in the text form of hh-rlhf."""
 
 NO_PAIRS = (
-    "examples: expected a source of answer pairs, found Exercises, which has conversations with "
-    "tools; set examples=Synthetic, Files or Hub"
+    "examples: expected a source of answer pairs, found Exercises or ReasoningGym, which have "
+    "single answers or conversations; set examples=Synthetic, Files or Hub"
 )
 
 
@@ -90,8 +91,10 @@ def load_pairs(
             *(encode_answer(tokenizer, messages, answer, prompt) for answer in (chosen, rejected))
         )
 
-    def generate(problems: Sequence[Problem] | GeneratedExercises) -> Sequence[PreferencePair]:
-        if isinstance(problems, GeneratedExercises):
+    def generate(
+        problems: Sequence[Problem] | GeneratedExercises | Puzzles,
+    ) -> Sequence[PreferencePair]:
+        if isinstance(problems, GeneratedExercises | Puzzles):
             raise ValueError(NO_PAIRS)
 
         def make(index: int) -> PreferencePair:

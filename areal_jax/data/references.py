@@ -11,7 +11,7 @@ from areal_jax.data.code_tasks import read_solution
 from areal_jax.data.config import Exercises, Files, Hub, TaskSource
 from areal_jax.data.exercises import Demonstration
 from areal_jax.data.sources import generate_exercises, read_rows
-from areal_jax.records import Message, Task
+from areal_jax.records import PUZZLE, Message, Task
 
 MAX_NUMBERS = 5
 """Numbers of a countdown task that is solved by trying everything."""
@@ -64,7 +64,10 @@ def _reference(
             near = solve_countdown(given["numbers"], given["target"], is_wrong=True)
             return (solution and near and ReferenceAnswer(solution, near, demonstrations)) or None
         case _:
-            return ReferenceAnswer(task.answer, change_answer(task.answer), demonstrations)
+            answer = task.answer
+            if task.kind == PUZZLE and not (answer := json.loads(answer)["answer"]):
+                return None  # some generators give none
+            return ReferenceAnswer(answer, change_answer(answer), demonstrations)
 
 
 def change_answer(answer: str) -> str:

@@ -23,6 +23,7 @@ from areal_jax.data.config import Files, Hub, PromptConfig, TaskSource
 from areal_jax.data.examples import ExampleSet, load_example_sets
 from areal_jax.data.exercises import Exercise, GeneratedExercises, sample_demonstration
 from areal_jax.data.problems import Problem
+from areal_jax.data.reasoning_gym import Puzzle, Puzzles
 from areal_jax.data.sources import (
     PROMPT_FIELDS,
     BadRow,
@@ -117,7 +118,13 @@ def load_examples(
         ValueError: no row can be an example, or no prompt is left to train on.
     """
 
-    def generate(problems: Sequence[Problem] | GeneratedExercises) -> Sequence[SupervisedExample]:
+    def generate(
+        problems: Sequence[Problem] | GeneratedExercises | Puzzles,
+    ) -> Sequence[SupervisedExample]:
+        if isinstance(problems, Puzzles):
+            return LazySequence(
+                len(problems), lambda index: _answer_puzzle(problems[index], tokenizer, prompt)
+            )
         if isinstance(problems, GeneratedExercises):
             return LazySequence(
                 len(problems),
@@ -172,6 +179,21 @@ def _make_answer(
     return encode_answer(
         tokenizer, [Message("user", problem.question)], sample_answer(problem, rng), prompt
     )
+
+
+def _answer_puzzle(puzzle: Puzzle, tokenizer: Tokenizer, prompt: PromptConfig) -> SupervisedExample:
+    """Make an example from a puzzle: its answer in a box, without steps.
+
+    Raises:
+        ValueError: its generator gives no answers.
+    """
+    if not puzzle.answer:
+        raise ValueError(
+            f"{puzzle.generator} of reasoning-gym has no answers to learn from; leave it out of "
+            "examples.names"
+        )
+    question = [Message("user", puzzle.question)]
+    return encode_answer(tokenizer, question, f"\\boxed{{{puzzle.answer}}}", prompt)
 
 
 def _make_demonstration(

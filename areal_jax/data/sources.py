@@ -22,6 +22,7 @@ from areal_jax.data.config import (
     Files,
     Hub,
     PromptConfig,
+    ReasoningGym,
     Rows,
     Seeds,
     Synthetic,
@@ -30,9 +31,10 @@ from areal_jax.data.config import (
 from areal_jax.data.exercises import Exercise, GeneratedExercises
 from areal_jax.data.hub import NAME, fetch
 from areal_jax.data.problems import Problem, SyntheticProblems
+from areal_jax.data.reasoning_gym import Puzzle, Puzzles
 from areal_jax.image_files import read_image
 from areal_jax.python_objects import PythonObject
-from areal_jax.records import ENVIRONMENT, IMAGE, Message, Task
+from areal_jax.records import ENVIRONMENT, IMAGE, PUZZLE, Message, Task
 
 PROMPT_FIELDS = ("problem", "question", "prompt")
 IMAGE_FIELDS = ("image", "images")
@@ -101,6 +103,17 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
                 ),
                 {},
             )
+        case ReasoningGym():
+            puzzles = generate_puzzles(source)
+            return TaskSet(
+                LazySequence(
+                    len(puzzles),
+                    lambda index: _puzzle_task(puzzles[index], prompt),
+                    (PUZZLE,),
+                    num_measured=256,
+                ),
+                {},
+            )
         case Seeds(num_tasks=num_tasks, first=first):
             system = (Message("system", prompt.system),) if prompt.system else ()
             return TaskSet(
@@ -130,7 +143,7 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
             )
         case _:
             raise ValueError(
-                "expected Synthetic, Exercises, Seeds, Files, Hub or Rows, found "
+                "expected Synthetic, Exercises, ReasoningGym, Seeds, Files, Hub or Rows, found "
                 f"{type(source).__name__}"
             )
 
@@ -139,7 +152,11 @@ class LazySequence(Sequence[T]):
     """Sequence whose items are made on access."""
 
     def __init__(
-        self, count: int, make: Callable[[int], T], kinds: Collection[str] = ("math",)
+        self,
+        count: int,
+        make: Callable[[int], T],
+        kinds: Collection[str] = ("math",),
+        num_measured: int = 4096,
     ) -> None:
         """Store the factory.
 
@@ -147,8 +164,11 @@ class LazySequence(Sequence[T]):
             count: length of the sequence.
             make: makes the item at an index, deterministically.
             kinds: if the items are tasks, the graders that they need.
+            num_measured: if the items are tasks, the number whose prompts are measured, which
+                should take a second or two.
         """
         self._count, self._make, self.kinds = count, make, kinds
+        self.num_measured = num_measured
 
     def __len__(self) -> int:
         return self._count
@@ -169,6 +189,20 @@ class LazySequence(Sequence[T]):
 def generate_exercises(source: Exercises) -> GeneratedExercises:
     """Generate the exercises that the settings describe."""
     return GeneratedExercises(source.num_tasks, source.split, source.families, source.seed)
+
+
+def generate_puzzles(source: ReasoningGym) -> Puzzles:
+    """Generate the puzzles that the settings describe.
+
+    Raises:
+        ValueError: the package is missing, or the settings are not its own.
+    """
+    return Puzzles(source.names, source.parameters, source.num_tasks, source.split, source.seed)
+
+
+def _puzzle_task(puzzle: Puzzle, prompt: PromptConfig) -> Task:
+    messages = apply_prompt_template([Message("user", puzzle.question)], prompt)
+    return Task(puzzle.id, messages, puzzle.reference, PUZZLE, puzzle.generator)
 
 
 def _exercise_task(exercise: Exercise, prompt: PromptConfig) -> Task:

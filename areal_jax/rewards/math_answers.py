@@ -88,7 +88,7 @@ def extract_answer(text: str, accept_plain: bool = False) -> str | None:
     otherwise the text after the last '####' in its line; otherwise, if asked for, the last number.
     """
     text = text[-MAX_TEXT_CHARS:]
-    answer = _last_boxed(text)
+    answer = extract_boxed(text)
     if answer is None and "####" in text:
         answer = text.rpartition("####")[2].partition("\n")[0]
     if answer is None and accept_plain:
@@ -96,7 +96,7 @@ def extract_answer(text: str, accept_plain: bool = False) -> str | None:
     return answer.strip() or None if answer else None
 
 
-def _last_boxed(text: str) -> str | None:
+def extract_boxed(text: str) -> str | None:
     """Return the content of the closed box that opens last, with nested and escaped braces as in
     LaTeX. Boxes before it belong to it if only separators of a list are between them.
     """

@@ -16,7 +16,7 @@ import chz
 
 from areal_jax.errors import ConfigError
 from areal_jax.python_objects import PythonObject
-from areal_jax.records import ResultKind, RewardResult, Task, ToolResult, task_to_json
+from areal_jax.records import PUZZLE, ResultKind, RewardResult, Task, ToolResult, task_to_json
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.rewards.failures import FailureLog
 from areal_jax.rewards.forks import GRACE_S, CannotStart, ForkedProcess, ForkServer
@@ -32,7 +32,7 @@ have died of something else."""
 ASIDE_PER_WORKER = 8
 """Largest number of slow answers set aside, for each of `rewards.num_workers`."""
 
-KINDS = ("math", "code", "countdown")
+KINDS = ("math", "code", "countdown", PUZZLE)
 """Kinds of tasks that have a verifier."""
 
 

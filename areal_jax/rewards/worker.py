@@ -22,7 +22,12 @@ from typing import Any, Literal, NamedTuple
 
 from areal_jax.rewards.fork_worker import send, serve_forks
 from areal_jax.rewards.functions import graded, load_function, traceback_of
-from areal_jax.rewards.math_answers import compare_plainly, compare_symbolically, extract_answer
+from areal_jax.rewards.math_answers import (
+    compare_plainly,
+    compare_symbolically,
+    extract_answer,
+    extract_boxed,
+)
 
 MEMORY_BYTES = 4 << 30
 """Largest address space of a process, in bytes: an answer that needs more is `crashed`."""
@@ -31,6 +36,9 @@ PATIENCE = 0.9
 """Share of an answer's time limit after which a program is stopped."""
 
 MAX_DETAIL_CHARS = 300
+
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+"""What the prompts of reasoning-gym ask for."""
 
 
 class GradeFields(NamedTuple):
@@ -160,6 +168,8 @@ def _grader_of_kind(settings: dict[str, Any]) -> Grader:
     }
     if "code" in settings["kinds"]:
         graders["code"] = _code_grader(settings["sandbox"])
+    if "reasoning_gym" in settings["kinds"]:
+        graders["reasoning_gym"] = _puzzle_grader(settings["accept_plain"])
     return lambda task, text: graders[task["kind"]](task, text)
 
 
@@ -190,6 +200,26 @@ def _countdown_grader(task: dict[str, Any], text: str) -> GradeFields:
     from areal_jax.rewards.countdown import grade_answer
 
     return GradeFields(*grade_answer(task["answer"], text))
+
+
+def _puzzle_grader(accept_plain: bool) -> Grader:
+    # Imported here, for all forks: the package takes seconds.
+    from areal_jax.data import reasoning_gym
+
+    reasoning_gym.load()
+
+    def grader(task: dict[str, Any], text: str) -> GradeFields:
+        tagged = _ANSWER_TAG.findall(text)
+        answer = tagged[-1] if tagged else extract_boxed(text)
+        if answer is None and accept_plain:
+            answer = text
+        if answer is None or not (answer := answer.strip()):
+            return GradeFields("no_answer")
+        score, failure = reasoning_gym.score_answer(task["answer"], answer)
+        found = graded(score, "unit")
+        return GradeFields(found.kind, failure or answer, found.score)
+
+    return grader
 
 
 def _code_grader(sandbox: dict[str, Any]) -> Grader:

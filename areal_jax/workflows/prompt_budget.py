@@ -13,7 +13,8 @@ from areal_jax.workflows.tool_use import announcement
 from areal_jax.workflows.turns import add_system_text
 
 MAX_MEASURED = 4096
-"""Maximum number of tasks to measure, which takes about a second."""
+"""Maximum number of tasks to measure, which takes about a second; fewer of a sequence with a
+smaller `num_measured`."""
 
 UNMEASURED_MARGIN = 1.25
 """Factor on the longest measured prompt if not all tasks are measured."""
@@ -89,7 +90,7 @@ def measure_prompts(
         is_boxed: whether answers must be in a box, so that a correct answer cannot be shorter than
             the boxed reference.
     """
-    num = min(len(tasks), MAX_MEASURED)
+    num = min(len(tasks), getattr(tasks, "num_measured", MAX_MEASURED))
     measured = [tasks[number * len(tasks) // num] for number in range(num)]
     system, unanswerable = system_message(workflow), 0
     observation = workflow.observation_tokens if isinstance(workflow, Environment) else 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_jax.data import policy_files
-from areal_jax.data.config import Files, Hub, PromptConfig, Synthetic
+from areal_jax.data.config import Files, Hub, PromptConfig, ReasoningGym, Synthetic
 from areal_jax.data.policy_files import EMBEDDED, resolve_policy_folder
 from areal_jax.data.problems import SyntheticProblems
 from areal_jax.data.sources import TaskSet, format_skipped, load_tasks
@@ -354,3 +355,9 @@ def test_generated_problems_become_tasks_on_access() -> None:
     assert (loaded.tasks[7].id, loaded.tasks[7].answer) == (problems[7].id, str(problems[7].answer))
     assert [task.family for task in loaded.tasks[:4]] == ["gcd", "linear", "gcd", "linear"]
     assert loaded.tasks[-1] == loaded.tasks[49]
+
+
+def test_a_missing_reasoning_gym_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r'pip install "areal-jax\[reasoning-gym\]"'):
+        load_tasks(ReasoningGym(names=("gcd",)), PromptConfig())
