@@ -45,6 +45,9 @@ Kind = Literal["trainer host", "engine", "reward worker"]
 Amounts = Mapping[str, float]
 """Amount of each Ray resource: CPU, GPU, TPU."""
 
+TPU_CHIPS = (1, 2, 4, 8)
+"""Numbers of TPU chips that Ray gives to a process."""
+
 
 class InsufficientResources(ConfigError):
     """No node had the resources for a process in time."""
@@ -210,6 +213,12 @@ def require_fit(config: Ray, accelerator: str, has: Sequence[Amounts]) -> None:
     """
     counts = process_counts(config)
     needs = {kind: required_resources(config, accelerator, kind) for kind in counts}
+    if {need.get("TPU", 1.0) for need in needs.values()} - {*TPU_CHIPS}:
+        raise ConfigError(
+            f"expected {', '.join(map(str, TPU_CHIPS))} TPU chips for each process, which is what "
+            f"Ray gives, found launch.trainer_devices={config.trainer_devices} and "
+            f"launch.engine_devices={config.engine_devices}; change them, with more processes"
+        )
     total = Counter[str]()
     for kind, count in counts.items():
         total.update({name: count * amount for name, amount in needs[kind].items()})

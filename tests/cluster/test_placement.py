@@ -157,3 +157,10 @@ def test_too_small_nodes_are_refused_with_their_resources() -> None:
         "launch.trainer_hosts"
     ) in str(caught.value)
     require_fit(config, "none", nodes)
+
+
+def test_tpu_chips_that_ray_cannot_give_to_a_process_are_refused() -> None:
+    nodes = [{"CPU": 99.0, "TPU": 8.0}]
+    require_fit(Ray(trainer_devices=4, rollout_engines=2, engine_devices=2), "TPU", nodes)
+    with pytest.raises(ConfigError, match=r"1, 2, 4, 8 TPU chips .* launch.engine_devices=3"):
+        require_fit(Ray(trainer_devices=4, rollout_engines=1, engine_devices=3), "TPU", nodes)
