@@ -35,6 +35,7 @@ from areal_jax.protocols import (
 from areal_jax.records import RolloutState, Sampling
 from areal_jax.run.callbacks import RunControl
 from areal_jax.run.checkpointing import Checkpointer, Checkpointing, CheckpointWriter
+from areal_jax.run.compiled_programs import refusing_what_does_not_fit
 from areal_jax.run.generation import WorkflowHost, start_host, training_sampling, workflow_of
 from areal_jax.run.grading import (
     CountedGrader,
@@ -292,7 +293,7 @@ async def build_run(
         # Everything is compiled before anything waits: timeouts are for work, not for the compiler.
         if plan.decodes:
             weight_channel.publish(trainer.version, trainer.params)
-        with progress.stage("compiling") as stage:
+        with progress.stage("compiling") as stage, refusing_what_does_not_fit(plan, trainer):
             await asyncio.gather(
                 asyncio.to_thread(trainer.warm_up, partial(stage.compiles, "trainer")),
                 *(

@@ -5,52 +5,35 @@ Every number is of a compiled program and of the device's data sheet; nothing ru
 
 from __future__ import annotations
 
-import math
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
 from jax.sharding import Mesh
 
-from areal_jax.config.experiment import Experiment
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.errors import config_errors
-from areal_jax.models.architecture import ModelConfig
 from areal_jax.parallel import hlo
-from areal_jax.parallel.compilation import OnProgram, Program, peak_bytes
+from areal_jax.parallel.compilation import OnProgram, peak_bytes
 from areal_jax.parallel.gpu_topologies import allocatable_bytes
-from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.parallel.topologies import on_own_slice
 from areal_jax.parallel.torus import part_of
+from areal_jax.run.compiled_programs import (
+    Job,
+    abstract_trainer,
+    copy_job,
+    engine_jobs,
+    exceeded_memory,
+    relief_of,
+    trainer_jobs,
+)
 from areal_jax.run.plan import Plan
-from areal_jax.run.trainer import abstract_weights, example_trainer, rl_trainer
 from areal_jax.sim.hardware import Device, device_of_kind
-from areal_jax.trainer.memory_estimate import frozen_bytes
-from areal_jax.trainer.versions import Versions
-from areal_jax.weights.local import weight_copy
 
 Limit = Literal["compute", "memory", "interconnect"]
-
-_SHARDS = "raise placement.train_fsdp or placement.train_tensor, or take more devices"
-_PREFILL = (
-    "lower engine.prefill_chunk_tokens or engine.kv_tokens, or raise placement.rollout_tensor"
-)
-RELIEFS = {
-    "accumulate": "set trainer.remat=full, lower trainer.row_tokens, "
-    "trainer.rows_per_micro_batch or trainer.logp_chunk_tokens, or raise placement.train_fsdp, "
-    "train_context or train_tensor",
-    "apply": f"set trainer.optimizer.offload=true, or {_SHARDS}",
-    "prefill": _PREFILL,
-    "extend": _PREFILL,
-    "engine": "lower engine.num_slots, engine.max_new_tokens or engine.kv_tokens, or raise "
-    "placement.rollout_tensor",
-    "": _SHARDS,
-}
-"""Settings to change where a program does not fit, by a word of its name."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +86,7 @@ class ProgramReport:
     @property
     def relief(self) -> str:
         """The settings to change where it does not fit."""
-        return next(text for word, text in RELIEFS.items() if word in self.name)
+        return relief_of(self.name)
 
     @property
     def seconds(self) -> dict[Limit, float]:
@@ -154,25 +137,12 @@ class CompileReport:
         return all(each.fits for each in self.programs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A program to compile, and what it is measured by."""
-
-    program: Program
-    mesh: Mesh
-    beside_bytes: int = 0
-    model_flops: float = 0.0
-    decode_steps: int = 0
-    """Steps of a dispatch with all slots active; 0 where nothing is decoded."""
-    decoded_tokens: int = 0
-    decode_bytes: float = 0.0
-
-
 def compile_run(
     plan: Plan,
     topology: str,
     *,
     compiles_all: bool = False,
+    is_wanted: Callable[[str], bool] = lambda _: True,
     on_program: OnProgram | None = None,
     on_report: Callable[[ProgramReport], None] = lambda _: None,
 ) -> CompileReport:
@@ -182,6 +152,7 @@ def compile_run(
         plan: Plan of the run, on compile-only devices.
         topology: Name of the devices, for the report.
         compiles_all: Compile every program of the engine, not only the largest of each kind.
+        is_wanted: Whether to compile the program of this name.
         on_program: Called before each program.
         on_report: Called with each report.
 
@@ -194,16 +165,17 @@ def compile_run(
     kind = plan.train_mesh.devices.flat[0].device_kind
     device_name, device = device_of_kind(kind)
     device = replace(device, memory_bytes=allocatable_bytes(kind) or device.memory_bytes)
-    jobs, left_out = list(_trainer_jobs(plan)), 0
+    jobs, left_out = list(trainer_jobs(plan, abstract_trainer(plan))), 0
     if plan.decodes:
-        jobs.append(_copy_job(plan, moves=moves))
-        of_engine = list(_engine_jobs(plan))
+        jobs.append(copy_job(plan, moves=moves))
+        of_engine = list(engine_jobs(plan))
         if not compiles_all:
             # Keyed by the verb: of each the last, which is the largest, stays.
             largest = {job.program[0].split()[1]: job for job in of_engine}
             left_out = len(of_engine) - len(largest)
             of_engine = list(largest.values())
         jobs += of_engine
+    jobs = [job for job in jobs if is_wanted(job.program[0])]
     report = CompileReport(
         topology=topology,
         device_name=device_name,
@@ -245,14 +217,6 @@ def describe_traffic(work: hlo.Work, mesh: Mesh, device: Device) -> tuple[Traffi
     return tuple(sorted(found, key=lambda each: -each.sent_s))
 
 
-def training_flops(model: ModelConfig, rows: int, row_tokens: int) -> float:
-    """Operations of a forward and a backward pass over full rows of one sequence each, without
-    recomputation: 3 (2 P T + 4 A T² / 2) for each row.
-    """
-    pairs = row_tokens**2 / 2
-    return 3.0 * rows * (2 * model.matmul_params * row_tokens + 4 * model.attention_width * pairs)
-
-
 def _on_own_slices(plan: Plan) -> Plan:
     """Return the plan with each mesh on a slice of its own."""
     engines = tuple(
@@ -270,84 +234,20 @@ def _on_own_slices(plan: Plan) -> Plan:
     )
 
 
-def _trainer_jobs(plan: Plan) -> Iterator[_Job]:
-    params, base = abstract_weights(plan)
-    make = rl_trainer if isinstance(plan.experiment, Experiment) else example_trainer
-    trainer: Versions = make(plan, params, base)
-    state = trainer.state
-    sizes = {
-        "params": _bytes(state.params),
-        "opt_state": _bytes(state.opt_state),
-        "critic": 0 if state.critic is None else _bytes(state.critic),
-    }
-    sizes["frozen"] = sum(
-        0 if spec.offload else frozen_bytes(spec.policy, plan.train_mesh, plan.compute_dtype)
-        for spec in plan.frozen_models
-    )
-    config, mesh = plan.experiment.trainer, plan.train_mesh
-    rows = config.rows_per_micro_batch * math.prod(
-        mesh.shape[axis] for axis in ("data", "fsdp", "expert")
-    )
-    for name, compile_it in trainer.list_programs():
-        verb = name.split()[-1]
-        takes = {"init": {"params"}, "apply": {"params", "opt_state"}}.get(verb, {"params"})
-        if name.startswith("critic "):
-            takes = {"critic"}
-        elif name.startswith(("frozen ", "reference ")):
-            takes = {"frozen"}
-        flops = training_flops(plan.policy.config, rows, plan.row_tokens) / mesh.size
-        yield _Job(
-            program=(f"trainer {name}", compile_it),
-            mesh=mesh,
-            beside_bytes=sum(size for part, size in sizes.items() if part not in takes)
-            - (sizes["opt_state"] if verb == "init" else 0),
-            model_flops=flops if name == "accumulate" else 0.0,
-        )
-
-
-def _copy_job(plan: Plan, *, moves: bool) -> _Job:
-    params, _ = abstract_weights(plan)
-    engine, mesh = plan.engine, plan.train_mesh
-    copy = weight_copy(engine.layout, engine.param_shardings, mesh, moves=moves, on_device=True)
-    return _Job(program=("weights copy", lambda: copy.lower(params).compile()), mesh=mesh)
-
-
-def _engine_jobs(plan: Plan) -> Iterator[_Job]:
-    engine = plan.engine
-    weights = bytes_per_device(
-        engine.shapes.params, jax.tree.map(lambda leaf: leaf.sharding, engine.shapes.params)
-    )
-    config = engine.config
-    for name, compile_it in engine.list_programs():
-        decodes = name.startswith("generate")
-        yield _Job(
-            program=(f"engine {name}", compile_it),
-            mesh=engine.mesh,
-            # An update brings the next weights while these decode.
-            beside_bytes=0 if name in ("init", "same_weights") else weights,
-            decode_steps=config.steps_per_dispatch if decodes else 0,
-            decoded_tokens=config.num_slots * config.steps_per_dispatch if decodes else 0,
-            decode_bytes=config.steps_per_dispatch * (weights + engine.kv_bytes())
-            if decodes
-            else 0.0,
-        )
-
-
-def _compile(job: _Job, device: Device) -> ProgramReport:
+def _compile(job: Job, device: Device) -> ProgramReport:
     name, compile_it = job.program
     start_s = time.perf_counter()
     try:
         compiled = compile_it()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if (sizes := exceeded_memory(error)) is None:
             raise
-        sizes = re.findall(r"\b(\d[\d.]*[KMG])\b", str(error))
         return ProgramReport(
             name=name,
             compile_s=time.perf_counter() - start_s,
             device=device,
             beside_bytes=job.beside_bytes,
-            too_large=f"{sizes[0]} of {sizes[1]} by XLA" if len(sizes) > 1 else "by XLA",
+            too_large=sizes,
         )
     compile_s = time.perf_counter() - start_s
     program = hlo.Program(compiled.as_text() or "")
@@ -367,11 +267,3 @@ def _compile(job: _Job, device: Device) -> ProgramReport:
         decoded_tokens=job.decoded_tokens,
         decode_bytes=job.decode_bytes,
     )
-
-
-def _bytes(tree: object) -> int:
-    """Bytes per device of a tree of shapes with shardings, without those in host memory."""
-    leaves = [
-        leaf for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind in (None, "device")
-    ]
-    return bytes_per_device(leaves, [leaf.sharding for leaf in leaves])

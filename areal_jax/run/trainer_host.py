@@ -23,6 +23,7 @@ from areal_jax.parallel.hosts import join
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.run.checkpointing import Checkpointer
 from areal_jax.run.claim import Writer
+from areal_jax.run.compiled_programs import refusing_what_does_not_fit
 from areal_jax.run.make_plan import make_training_plan
 from areal_jax.run.memory_checks import RESIDENT, format_bytes, format_memory
 from areal_jax.run.plan import TrainingPlan
@@ -172,7 +173,8 @@ class TrainerHost:
             if self._saved_version is None
             else pack(self._checkpointer.restore(self._saved_version))
         )
-        self._trainer.warm_up()
+        with refusing_what_does_not_fit(plan, self._trainer):
+            self._trainer.warm_up()
         self._publisher = ShardPublisher(
             lambda params: lay_out_params(plan.policy, params, plan.compute_dtype)
         )

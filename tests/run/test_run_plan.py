@@ -23,6 +23,7 @@ from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Policy
 from areal_jax.run import checks
+from areal_jax.run.compiled_programs import abstract_trainer, find_too_large
 from areal_jax.run.make_plan import make_plan
 from areal_jax.run.memory_checks import find_shortage
 from areal_jax.run.plan import Plan
@@ -548,3 +549,20 @@ def test_chat_template_without_later_turns_is_refused_for_multi_turn(
                 plan(folder, *SHORT[1:], *overrides)
         else:
             plan(folder, *SHORT[1:], *overrides)
+
+
+def test_programs_that_need_more_than_a_device_has_are_refused(policy: Path) -> None:
+    found = plan(policy, "engine.num_slots=12")
+    size = 4 * found.policy.config.num_params
+
+    def too_large(has_bytes: float) -> list[str]:
+        # Beside parameters and two moments it returns gradients: three to four times the policy.
+        is_wanted = "trainer zeros".__eq__
+        trainer = abstract_trainer(found)
+        return list(find_too_large(found, trainer, int(has_bytes), is_wanted=is_wanted))
+
+    assert too_large(4.2 * size) == []
+    (refusal,) = too_large(2.9 * size)
+    assert refusal.startswith("trainer zeros needs ")
+    assert "and the run 0.1 MiB beside it (compiled), expected at most 0.1 MiB" in refusal
+    assert "raise placement.train_fsdp" in refusal
