@@ -69,6 +69,12 @@ class EngineConfig:
         doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept "
         "(cheaper, drifts); sequences that begin later find nothing of older weights",
     )
+    batch_invariant: bool = chz.field(
+        default=False,
+        doc="the bits of a request do not depend on the others in its batch: prompts are prefilled "
+        "in programs of one number of rows, cached prefixes are reused at multiples of "
+        "prefill_chunk_tokens only, and attention sums over keys in blocks",
+    )
     router_replay: bool = chz.field(
         default=False,
         doc="record the experts of every token in the engine, and train with them instead of the "

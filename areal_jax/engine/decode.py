@@ -276,7 +276,9 @@ class DecodeEngine:
             while (most := max(map(len, by_shard))) > 0:
                 counts = shapes.row_counts(length)
                 # A few are cheaper one by one than in a batch that is mostly padding.
-                is_few = verb.startswith("prefill") and 2 * most * self.num_shards <= counts[-1]
+                is_few = verb.startswith("prefill") and (
+                    self.config.batch_invariant or 2 * most * self.num_shards <= counts[-1]
+                )
                 rows = counts[0] if is_few else counts[-1]
                 each = rows // self.num_shards
                 now = [shard[:each] for shard in by_shard]

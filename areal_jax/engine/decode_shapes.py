@@ -309,6 +309,11 @@ def _check(config: EngineConfig, mesh: Mesh) -> None:
             "rollout devices that share the slots; set engine.num_slots to a multiple of "
             f"{mesh.shape['data']}"
         )
+    if config.batch_invariant and config.kv_tokens:
+        raise ValueError(
+            f"engine.kv_tokens={config.kv_tokens} with engine.batch_invariant=true: a preempted "
+            "sequence is prefilled with its samples, which gives other bits; set engine.kv_tokens=0"
+        )
     if config.max_prompt_tokens < 1:
         raise ValueError(
             "expected engine.max_prompt_tokens of at least 1, found "

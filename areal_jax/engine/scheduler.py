@@ -47,7 +47,12 @@ class Scheduler:
             config.num_slots, num_shards, pages_per_shard, pages_per_slot, config.page_tokens
         )
         self._config = config
-        self.cache = KVCacheManager(table, config.prefill_chunk_tokens, has_states=has_states)
+        self.cache = KVCacheManager(
+            table,
+            config.prefill_chunk_tokens,
+            has_states=has_states,
+            batch_invariant=config.batch_invariant,
+        )
         self.slots = SlotTable(config.num_slots, config.max_new_tokens, config.steps_per_dispatch)
         self.waiting: OrderedDict[str, SequenceGroup] = OrderedDict()
         """Groups with sequences that wait for a slot, by request id, in order of admission."""

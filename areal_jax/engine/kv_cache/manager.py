@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -39,16 +40,29 @@ class KVCacheManager:
     pages.
     """
 
-    def __init__(self, table: PageTable, chunk_tokens: int, *, has_states: bool = False):
+    def __init__(
+        self,
+        table: PageTable,
+        chunk_tokens: int,
+        *,
+        has_states: bool = False,
+        batch_invariant: bool = False,
+    ):
         """
         Args:
             table: pages.
             chunk_tokens: most tokens of a prefill chunk.
             has_states: whether sequences have recurrent states.
+            batch_invariant: reuse only what a prefill of the same prompt would compute in the same
+                chunks.
         """
         self.table, self._chunk_tokens, self._has_states = table, chunk_tokens, has_states
         self.jobs: list[PrefillJob] = []
         """Prefill jobs that are incomplete, or were added since the last `next_chunks`."""
+        # Cached prefixes are reused at multiples of so many tokens.
+        size = table.page_tokens
+        self._reused_tokens = math.lcm(chunk_tokens, size) if batch_invariant else size
+        self._caches_samples = not has_states and not batch_invariant
         # Changes of each adapter's weights, in an engine with several.
         self._changes = Counter[int]()
 
@@ -88,7 +102,11 @@ class KVCacheManager:
         adapter = sequence.request.adapter
         cached = []
         if job is None and not self._has_states:
-            cached = pool.match_prefix(tokens, self._salt(adapter))
+            usable = len(tokens) // self._reused_tokens * self._reused_tokens
+            cached = pool.match_prefix(tokens[:usable], self._salt(adapter))
+            unused = len(cached) % (self._reused_tokens // table.page_tokens)
+            pool.release(cached[len(cached) - unused :])
+            cached = cached[: len(cached) - unused]
         num_shared = len(cached) if prompts is None else num_full
         num_own = table.num_pages(len(tokens) + num_new) - num_shared
         is_new_prompt = prompts is not None and job is None
@@ -128,7 +146,7 @@ class KVCacheManager:
         is_reusable = (
             sequence.state is SequenceState.RUNNING
             and not sequence.is_outdated
-            and not self._has_states
+            and self._caches_samples
         )
         cached = sequence.cached_tokens() if is_reusable else None
         self.table.release(sequence, cached, self._salt(sequence.request.adapter))
