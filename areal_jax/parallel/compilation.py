@@ -18,10 +18,25 @@ Compiler = Callable[[jax.stages.Lowered, Mesh], jax.stages.Compiled]
 """Compiles a lowered program for the devices of a mesh, or finds it compiled."""
 
 
+OVERLAPPING_COLLECTIVES: dict[str, str | bool] = {
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+    "xla_enable_async_all_gather": "true",
+}
+"""Options of XLA:TPU with which all-gathers overlap with products; without them none does. MaxText
+sets the same for its runs with fully sharded parameters."""
+
+
 def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
     """Compile a program: the default `Compiler`."""
-    del mesh
-    return lowered.compile()
+    return lowered.compile(compiler_options=compiler_options(mesh) or None)
+
+
+def compiler_options(mesh: Mesh) -> dict[str, str | bool]:
+    """Return the options with which programs are compiled for the devices of a mesh."""
+    return OVERLAPPING_COLLECTIVES if mesh.devices.flat[0].platform == "tpu" else {}
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:

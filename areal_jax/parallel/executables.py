@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from areal_jax.errors import ConfigError
 from areal_jax.json_files import read_json
+from areal_jax.parallel.compilation import compile_lowered, compiler_options
 
 PACKAGES = (
     *("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
@@ -75,7 +76,7 @@ class ExecutableFolder:
         key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
         compiled = self._load(key, lowered, mesh)
         if compiled is None:
-            compiled = lowered.compile()
+            compiled = compile_lowered(lowered, mesh)
             self._save(key, compiled, made_of)
         return compiled
 
@@ -138,6 +139,7 @@ def describe(lowered: jax.stages.Lowered, mesh: Mesh) -> dict[str, object]:
         "program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "flags": {name: os.environ.get(name, "") for name in FLAGS},
+        "options": compiler_options(mesh),
         "mesh": dict(mesh.shape),
         "devices": [
             [each.device_kind, each.id, each.process_index, list(getattr(each, "coords", []))]

@@ -52,7 +52,7 @@ _FREE = frozenset(
     {
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
         *("after-all", "partition-id", "replica-id", "while", "conditional", "call", "domain"),
-        *("copy-done", "async-done", "async-update"),
+        *("copy-done", "async-done", "async-update", "send", "send-done", "recv", "recv-done"),
     }
 )
 
@@ -192,6 +192,8 @@ class Program:
         self.computations: dict[str, Computation] = {}
         self._work: dict[str, Work] = {}
         self._dynamic_trips: int | None = None
+        found = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+        self._per_slice = int(found[1]) if found else 1
         entry = None
         name, lines = "", dict[str, Instruction]()
         for line in text.splitlines():
@@ -277,6 +279,10 @@ class Program:
                 work.flops += _convolution_flops(computation, instruction)
             case "custom-call":
                 self._add_kernel(work, computation, instruction)
+            case "send":
+                collective = _between_slices(computation, instruction, self._per_slice)
+                if collective is not None:
+                    work.collectives[collective] += 1
             case opcode if opcode.removesuffix("-start") in KINDS:
                 collective = _collective(computation, instruction)
                 # A group of one device moves nothing.
@@ -555,6 +561,33 @@ def _collective(computation: Computation, instruction: Instruction) -> Collectiv
         kind = "reduce-scatter"
     return Collective(
         kind, sum(array.num_bytes for array in arrays), _group(attributes), is_asynchronous
+    )
+
+
+def _between_slices(
+    computation: Computation, send: Instruction, per_slice: int
+) -> Collective | None:
+    """Return a collective between slices, of which XLA:TPU makes a transfer to the host; None for
+    other transfers.
+
+    Args:
+        computation: Where it is.
+        send: Its first half.
+        per_slice: Devices of a slice, which are numbered one slice after the other.
+    """
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.attributes)
+    slices = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', send.attributes)
+    if kind is None or slices is None:
+        return None
+    ends = (part.split(":") for part in slices[1].split(","))
+    count = sum(int(each[-1]) - int(each[0]) + 1 for each in ends)
+    num_bytes = send.arrays[0].num_bytes
+    name = kind[1].lower().replace("_", "-")
+    return Collective(
+        name,
+        num_bytes * (count if name == "all-gather" else 1),
+        tuple(range(0, count * per_slice, per_slice)),
+        _overlaps(computation, send),
     )
 
 
