@@ -1,12 +1,16 @@
 """Puzzles of reasoning-gym (https://github.com/open-thought/reasoning-gym, extra `reasoning-gym`):
 its generators as tasks, graded by their own `score_answer`.
 
-A task holds the entry of its puzzle with its metadata, so that another process can grade it.
+A task holds the entry of its puzzle with its metadata, so that another process can grade it. Some
+scores of the package evaluate answers as Python: they get functions that evaluate plain values.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+import sys
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -33,6 +37,18 @@ FIRST_PUZZLE_S = 300.0
 """Longest time to make the first puzzle of each generator."""
 
 _OF_THE_SOURCE = ("seed", "size")
+
+_PLAIN = (
+    *(ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Load),
+    *(ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator),
+)
+"""Syntax that `evaluate_plainly` evaluates."""
+
+_FUNCTIONS = {
+    *("sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
+    *("exp", "log", "ln", "sqrt", "Abs", "abs", "pi"),
+}
+"""Words that an expression may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +286,66 @@ def load() -> None:
     _import()
 
 
+def evaluate_plainly(source: str, *_: object) -> Any:
+    """Evaluate numbers, texts, lists and arithmetic without powers; in place of `eval`.
+
+    Raises:
+        ValueError: there is anything else in it.
+        SyntaxError: it is not Python.
+    """
+    tree = ast.parse(source.strip(), mode="eval")
+    for node in ast.walk(tree):
+        if not isinstance(node, _PLAIN) or isinstance(node, ast.Pow):
+            raise ValueError(f"expected numbers, texts and lists, found {type(node).__name__}")
+    return eval(compile(tree, "answer", "eval"), {"__builtins__": {}})
+
+
+def parse_expression(text: str, *arguments: Any, **named: Any) -> Any:
+    """Parse an expression of numbers, variables of one letter and known functions; in place of
+    `sympy.parse_expr`, which evaluates any Python.
+
+    Raises:
+        ValueError: there is anything else in it.
+    """
+    import sympy
+
+    words = set(re.findall(r"\b[^\W\d]\w*", text)) - _FUNCTIONS
+    if unknown := sorted(word for word in words if len(word) > 1 or word == "_"):
+        raise ValueError(f"expected an expression, found {', '.join(unknown)}")
+    if re.search(r"[^\w\s.,+*/^()!-]|\.\s*[^\W\d]", text):
+        raise ValueError("expected an expression of numbers, variables and functions")
+    return sympy.parse_expr(text, *arguments, **named)
+
+
+class _Sympy:
+    """The module, with a parser that evaluates no other Python."""
+
+    parse_expr = sympify = staticmethod(parse_expression)
+
+    def __getattr__(self, name: str) -> Any:
+        import sympy
+
+        return getattr(sympy, name)
+
+
+def _guard() -> None:
+    """Replace what evaluates answers as Python in the modules of the package."""
+    import sympy
+
+    replaced = {
+        id(sympy): _Sympy(),
+        id(sympy.parse_expr): parse_expression,
+        id(sympy.sympify): parse_expression,
+    }
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "reasoning_gym":
+            found = vars(module)
+            found["eval"] = evaluate_plainly
+            found.update(
+                {key: replaced[id(each)] for key, each in found.items() if id(each) in replaced}
+            )
+
+
 def _import() -> ModuleType:
     try:
         with warnings.catch_warnings():
@@ -277,6 +353,8 @@ def _import() -> ModuleType:
             warnings.simplefilter("ignore", SyntaxWarning)
             import reasoning_gym  # pyright: ignore[reportMissingImports]
             import reasoning_gym.factory  # pyright: ignore[reportMissingImports]
+
+        _guard()
     except ImportError as error:
         raise ValueError(
             f"ReasoningGym needs the package reasoning-gym ({error}); install it with "

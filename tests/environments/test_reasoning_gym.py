@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
-import reasoning_gym  # pyright: ignore[reportMissingImports]
-from reasoning_gym.dataset import ProceduralDataset  # pyright: ignore[reportMissingImports]
+import sympy
 
 from areal_jax.data import reasoning_gym as adapter
 from areal_jax.data.config import PromptConfig, ReasoningGym
@@ -24,6 +25,10 @@ from areal_jax.data.sources import load_tasks
 from areal_jax.records import PUZZLE, RewardResult, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
+
+adapter.load()  # without the warnings of its libraries
+import reasoning_gym  # noqa: E402  # pyright: ignore[reportMissingImports]
+from reasoning_gym.dataset import ProceduralDataset  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 EASY = '{"chain_sum": {"max_terms": 2, "max_digits": 1}, "gcd": {"max_value": 30}}'
 
@@ -144,6 +149,67 @@ def test_workers_score_as_the_package_does() -> None:
     assert not found[4].failed and "unreadable: ValueError" in found[4].detail
     (plain,) = grade((task, right), config=RewardConfig(accept_plain=True))
     assert plain.kind == "correct"
+
+
+EVALUATED = (
+    *("string_insertion", "spiral_matrix", "rotate_matrix", "binary_matrix", "n_queens"),
+    *("simple_integration", "intermediate_integration", "polynomial_multiplication"),
+    *("puzzle24", "countdown"),
+)
+"""Generators whose scores read answers as Python."""
+
+
+def test_no_answer_is_executed(tmp_path: Path) -> None:
+    found = [task for task in tasks(*EVALUATED)[: len(EVALUATED)]]
+    path = tmp_path / "executed"
+    attacks = (
+        f"__import__('pathlib').Path({str(path)!r}).touch()",
+        f"[open({str(path)!r}, 'w')]",
+        f"[c for c in [open({str(path)!r}, 'w')]]",
+        f"(lambda: open({str(path)!r}, 'w'))()",
+        f"1or open({str(path)!r}, 'w')",
+        f"f'{{open({str(path)!r}, chr(119))}}'",
+        f"x.__class__.__base__.__subclasses__() or open({str(path)!r}, 'w')",
+        "preview(x)",
+        "exit()",
+        "quit",
+        "lambda: 1",
+        "_",
+    )
+    for task in found:
+        for attack in attacks:
+            score, _ = adapter.score_answer(task.answer, attack)
+            assert score <= 0.01, (task.family, attack)
+    assert not path.exists()
+
+
+def test_every_evaluation_of_the_package_is_replaced() -> None:
+    adapter.load()
+    modules = [module for name, module in sys.modules.items() if name.startswith("reasoning_gym.")]
+    evaluating = [
+        module
+        for module in modules
+        if module.__file__ and re.search(r"\beval\(|sympy", Path(module.__file__).read_text())
+    ]
+    assert len(evaluating) >= 10
+    for module in evaluating:
+        assert vars(module)["eval"] is adapter.evaluate_plainly
+        for each in vars(module).values():
+            assert each not in (sympy, sympy.parse_expr, sympy.sympify), module
+
+
+def test_plain_values_and_expressions_are_read() -> None:
+    assert adapter.evaluate_plainly("[[0, 'Q'], (-1, 2 // 3)]") == [[0, "Q"], (-1, 0)]
+    x = sympy.Symbol("x")
+    assert (
+        adapter.parse_expression("2*x**3/3 - sin(x) + 1e2") == 2 * x**3 / 3 - sympy.sin(x) + 100.0
+    )
+    for text in ("9**9", "a", "f(1)", "[x for x in (1,)]", "'a'.upper()", "{}"):
+        with pytest.raises(ValueError, match="expected numbers, texts and lists"):
+            adapter.evaluate_plainly(text)
+    for text in ("quit()", "x.y", "'x'", "__x", "x[0]", "1; 2", "x if y else z"):
+        with pytest.raises(ValueError, match="expected an expression"):
+            adapter.parse_expression(text)
 
 
 def test_puzzles_are_graded_by_processes_with_other_hashes() -> None:
