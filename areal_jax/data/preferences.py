@@ -120,10 +120,8 @@ def load_pairs(
         return [pair]
 
     def read_all(source: Files | Hub) -> tuple[list[list[PreferencePair]], Skipped]:
-        expected = (
-            f"answers in {' and '.join(SIDES)}, the prompt in them or in "
-            f"{', '.join(_prompt_fields(source))}"
-        )
+        fields = ", ".join(_prompt_fields(source))
+        expected = f"answers in {' and '.join(SIDES)}, the prompt in them or in {fields}"
         return read_rows(
             source, lambda _, row: read(row, source), "a pair", expected, settings="prompt_field"
         )

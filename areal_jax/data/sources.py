@@ -89,42 +89,32 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
             problems = SyntheticProblems(
                 source.num_tasks, source.split, source.families, source.difficulty, source.seed
             )
-            return TaskSet(
-                LazySequence(len(problems), lambda index: _problem_task(problems[index], prompt)),
-                {},
+            tasks = LazySequence(
+                len(problems), lambda index: _problem_task(problems[index], prompt)
             )
         case Exercises():
             exercises = generate_exercises(source)
-            return TaskSet(
-                LazySequence(
-                    len(exercises),
-                    lambda index: _exercise_task(exercises[index], prompt),
-                    exercises.kinds,
-                ),
-                {},
+            tasks = LazySequence(
+                len(exercises),
+                lambda index: _exercise_task(exercises[index], prompt),
+                exercises.kinds,
             )
         case ReasoningGym():
             puzzles = generate_puzzles(source)
-            return TaskSet(
-                LazySequence(
-                    len(puzzles),
-                    lambda index: _puzzle_task(puzzles[index], prompt),
-                    (PUZZLE,),
-                    num_measured=256,
-                ),
-                {},
+            tasks = LazySequence(
+                len(puzzles),
+                lambda index: _puzzle_task(puzzles[index], prompt),
+                (PUZZLE,),
+                num_measured=256,
             )
         case Seeds(num_tasks=num_tasks, first=first):
             system = (Message("system", prompt.system),) if prompt.system else ()
-            return TaskSet(
-                LazySequence(
-                    num_tasks,
-                    lambda index: Task(
-                        f"seed-{first + index}", system, str(first + index), ENVIRONMENT
-                    ),
-                    (ENVIRONMENT,),
+            tasks = LazySequence(
+                num_tasks,
+                lambda index: Task(
+                    f"seed-{first + index}", system, str(first + index), ENVIRONMENT
                 ),
-                {},
+                (ENVIRONMENT,),
             )
         case Files() | Hub() | Rows():
             expected = (
@@ -146,6 +136,7 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
                 "expected Synthetic, Exercises, ReasoningGym, Seeds, Files, Hub or Rows, found "
                 f"{type(source).__name__}"
             )
+    return TaskSet(tasks, {})
 
 
 class LazySequence(Sequence[T]):
