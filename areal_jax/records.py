@@ -118,6 +118,9 @@ class Sampling:
     contain."""
     num_top_logprobs: int = 0
     """Number of most likely tokens to return at each position."""
+    grammar: str = ""
+    """Grammar that the completion matches, as of `data/grammars.py`; empty: none. Log-probs are
+    then those of the tokens that may follow in it."""
 
     def with_max_new_tokens(self, max_new_tokens: int | None) -> Sampling:
         """Return the same parameters with another token budget; None keeps the budget."""

@@ -99,6 +99,7 @@ ROOMS_OF_LIBRARY = {
     "xxhash": ("weights",),
     "tokenizers": ("data",),
     "transformers": ("data",),
+    "llguidance": ("data",),
     "grain": ("data",),
     "huggingface_hub": ("data",),
     "pyarrow": ("data",),

@@ -9,12 +9,14 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jinja2
 import numpy as np
 import tokenizers
 from jaxtyping import Int32
+from jinja2 import meta
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -119,6 +121,7 @@ class HFTokenizer:
         """The chat template; None for plain text."""
         self._template = _compile(template) if template else None
         self._tool_template = _compile(tool_template) if tool_template else self._template
+        self._variables = _variables(template) | _variables(tool_template)
         self.tool_dialect = choose_dialect(tool_template or template)
         """Format of tool calls."""
         added = tokenizer.get_added_tokens_decoder().items()
@@ -196,6 +199,7 @@ class HFTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
         images: Sequence[ImageFile] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Int32[np.ndarray, "T"]:
         """Render a conversation with the chat template, up to the start of the assistant's turn.
 
@@ -204,6 +208,7 @@ class HFTokenizer:
             tools: functions that the assistant may call, in OpenAI's format.
             max_tokens: as in `encode_prompt`.
             images: images of the turns that are no `Message`, in order.
+            variables: further variables of the chat template.
 
         Raises:
             InvalidRequest: the text has too many bytes for `max_tokens`.
@@ -216,7 +221,9 @@ class HFTokenizer:
             if images:
                 _refuse_images(images[0])
             return self.encode_prompt(_plain(messages) + "\n", max_tokens)
-        text = self._render_text(messages, add_generation_prompt=True, tools=tools)
+        text = self._render_text(
+            messages, add_generation_prompt=True, tools=tools, variables=variables
+        )
         self._require_short(text, max_tokens)
         return self.encode(self._expand_images(text, images) if images else text)
 
@@ -246,6 +253,21 @@ class HFTokenizer:
             )
         repeated = (self._image_token * count for count in counts)
         return parts[0] + "".join(map("".join, zip(repeated, parts[1:], strict=True)))
+
+    def reasoning_variables(self, effort: str) -> dict[str, Any]:
+        """Return the variables of the chat template that stand for a reasoning effort.
+
+        Args:
+            effort: `none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`.
+
+        Returns:
+            None where the template knows no reasoning. A switch is off for `none` and `minimal`;
+            a template with levels has `low`, `medium` and `high`.
+        """
+        level = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}.get(effort)
+        known = dict.fromkeys(("enable_thinking", "thinking"), effort not in ("none", "minimal"))
+        known = {**known, "reasoning_effort": level or effort}
+        return {name: value for name, value in known.items() if name in self._variables}
 
     @property
     def can_render_tools(self) -> bool:
@@ -294,7 +316,10 @@ class HFTokenizer:
         )
 
     def render_next(
-        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Int32[np.ndarray, "T"]:
         """Render the turns after an answer, up to the start of the assistant's next turn.
 
@@ -305,6 +330,7 @@ class HFTokenizer:
         Args:
             messages: the turns after the answer.
             tools: tools of the conversation; they decide the template.
+            variables: further variables of the chat template.
 
         Raises:
             ValueError: the template refuses the conversation or leaves answers out.
@@ -319,7 +345,9 @@ class HFTokenizer:
         while placeholder in str(tools):
             placeholder += "_"
         answered = [Message("user", "?"), Message("assistant", placeholder)]
-        text = self._render_text([*answered, *messages], add_generation_prompt=True, tools=tools)
+        text = self._render_text(
+            [*answered, *messages], add_generation_prompt=True, tools=tools, variables=variables
+        )
         _, found, after = text.partition(placeholder)
         if not found:
             raise ValueError(
@@ -340,6 +368,7 @@ class HFTokenizer:
         *,
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         template = self._tool_template if tools else self._template
         assert template is not None
@@ -355,7 +384,7 @@ class HFTokenizer:
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special,
+                **{**variables, **self._special},
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
@@ -427,6 +456,10 @@ class HFTokenizer:
         """Return the id of every token, by its text in the vocabulary."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
+    def to_json(self) -> str:
+        """Return the content of tokenizer.json."""
+        return self._tokenizer.to_str()
+
     def find_pad_token_id(self) -> int | None:
         """Find a padding token or another special token that is not a stop token, or None."""
         special = [
@@ -455,6 +488,11 @@ class HFTokenizer:
             pieces += [self.decode(tokens[start:place]), self._call_tokens[int(tokens[place])]]
             start = place + 1
         return "".join((*pieces, self.decode(tokens[start:])))
+
+    @property
+    def call_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens that tool calls have."""
+        return {text: token_id for token_id, text in self._call_tokens.items()}
 
     def decode_token(self, token: int) -> str:
         """Decode one token, special or not; an incomplete character is \ufffd."""
@@ -523,7 +561,18 @@ class GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _variables(template: str | None) -> set[str]:
+    """Return the variables that a template reads and does not set."""
+    if template is None:
+        return set()
+    return meta.find_undeclared_variables(_environment().parse(template))
+
+
 def _compile(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -533,7 +582,7 @@ def _compile(template: str) -> jinja2.Template:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment.from_string(template)
+    return environment
 
 
 def _to_json(

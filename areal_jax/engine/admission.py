@@ -11,8 +11,16 @@ _LEAST, _MOST = 1e-6, 1e6
 """Bounds of what divides, multiplies or shifts logits, so that float32 represents the result."""
 
 
-def check_request(request: Request, config: EngineConfig, vocab_size: int) -> None:
+def check_request(
+    request: Request, config: EngineConfig, vocab_size: int, *, has_grammars: bool = False
+) -> None:
     """Check a request against the limits of the engine.
+
+    Args:
+        request: the request.
+        config: limits.
+        vocab_size: tokens of the policy.
+        has_grammars: whether the engine can let completions match grammars.
 
     Raises:
         InvalidRequest: naming the limit that the request exceeds, and its setting.
@@ -35,6 +43,16 @@ def check_request(request: Request, config: EngineConfig, vocab_size: int) -> No
         raise InvalidRequest(
             f"{name}: num_samples={request.num_samples} with {len(request.resume)} completions "
             "to resume; expected at least 1 sample, and one completion for each or none at all"
+        )
+    if sampling.grammar and not has_grammars:
+        raise InvalidRequest(
+            f"{name}: expected a request without sampling.grammar, for which this engine has no "
+            "tokenizer"
+        )
+    if sampling.grammar and sampling.min_new_tokens > 0:
+        raise InvalidRequest(
+            f"{name}: sampling.min_new_tokens={sampling.min_new_tokens}, expected 0 with a "
+            "grammar, which says where a completion ends"
         )
     _check_sampling(name, sampling)
 

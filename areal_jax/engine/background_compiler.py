@@ -27,16 +27,18 @@ class BackgroundCompiler:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def has(self, mode: SamplingMode) -> bool:
-        """Return whether no program of the mode must be compiled here."""
-        # An engine that is not warmed up compiles each program at its first call.
-        return self._engine.warm is None or mode <= self._engine.warm
+    def has(self, mode: SamplingMode, *, masked: bool = False) -> bool:
+        """Return whether no program of the mode, and with `masked` for grammars, must be compiled
+        here.
+        """
+        return self._engine.is_warm(mode, masked=masked)
 
-    def start(self, mode: SamplingMode) -> None:
+    def start(self, mode: SamplingMode, *, masked: bool = False) -> None:
         """Compile what a mode needs, unless a compilation is under way."""
-        if self._thread is None and not self.has(mode) and not self._stopping.is_set():
+        is_needed = not self.has(mode, masked=masked)
+        if self._thread is None and is_needed and not self._stopping.is_set():
             self._thread = threading.Thread(
-                target=self._compile, args=(mode,), name="compile", daemon=True
+                target=self._compile, args=(mode, masked), name="compile", daemon=True
             )
             self._thread.start()
 
@@ -53,10 +55,10 @@ class BackgroundCompiler:
         if (thread := self._thread) is not None:
             thread.join(timeout_s)
 
-    def _compile(self, mode: SamplingMode) -> None:
+    def _compile(self, mode: SamplingMode, masked: bool) -> None:
         failed = None
         try:
-            self._engine.warm_up_mode(mode, self._stopping.is_set)
+            self._engine.warm_up_mode(mode, self._stopping.is_set, masked=masked)
         except Exception as error:  # passed to the requests that wait for the programs
             failed = error
         self._on_done(failed)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Shaped
@@ -85,6 +85,19 @@ class PrefillChunk(NamedTuple):
     """Present if there are images among them or before them, whose tokens are negative."""
     adapter: int = 0
     """Adapter that computes them, in an engine with several."""
+
+
+class TokenMasks(NamedTuple):
+    """Tokens that slots may sample in a dispatch. Axes: W words of 32 tokens.
+
+    A slot with a grammar samples in the first step only: which tokens may follow then depends on
+    the one sampled.
+    """
+
+    bits: Int32[Any, "S W"]
+    """Bit v % 32 of word v // 32 says whether a slot may sample token v in the first step."""
+    num_steps: Int32[Any, "S"]
+    """Steps in which each slot samples."""
 
 
 class DecodeOutput(NamedTuple):

@@ -33,6 +33,7 @@ from areal_jax.engine.batch import (
     DecodeOutput,
     PrefillChunk,
     SamplingMode,
+    TokenMasks,
     empty_slots,
 )
 from areal_jax.engine.config import EngineConfig
@@ -121,6 +122,8 @@ class DecodeEngine:
         self.warm: SamplingMode | None = None
         """Most expensive mode for which every program is compiled; None: each program is compiled
         at its first use."""
+        self.warm_masked = False
+        """Whether the programs for grammars are compiled for these modes, too."""
 
     @property
     def _kinds(self) -> tuple[str, ...]:
@@ -197,20 +200,39 @@ class DecodeEngine:
             rows = shapes.row_counts(tokens)[-1]
             yield from ((f"extend{images}", rows, tokens) for images in self._kinds)
 
-    def warm_up_mode(self, mode: SamplingMode, is_stopped: Callable[[], bool]) -> None:
+    def is_warm(self, mode: SamplingMode, *, masked: bool) -> bool:
+        """Return whether no program of a mode, and with `masked` for grammars, must be compiled
+        before its first use.
+        """
+        if self.warm is None:
+            return True
+        return mode <= self.warm and (self.warm_masked or not masked)
+
+    def warm_up_mode(
+        self, mode: SamplingMode, is_stopped: Callable[[], bool], *, masked: bool = False
+    ) -> None:
         """Compile what `mode` needs beyond `warm`, while another thread runs compiled programs.
 
         Args:
             mode: The mode.
             is_stopped: Asked before each program; if true, the rest is not compiled.
+            masked: Whether to compile the programs for grammars. Once they are, those of later
+                modes are compiled too: all slots decode in one program.
         """
         assert self.warm is not None
-        lengths = self.shapes.view_lengths or [0]
-        for length, each in product(lengths, range(self.warm + 1, mode + 1)):
+        lengths, mode = self.shapes.view_lengths or [0], max(self.warm, mode)
+        masked = masked or self.warm_masked
+        keys = [("generate", *each) for each in product(lengths, range(self.warm + 1, mode + 1))]
+        if masked:
+            first = self.warm + 1 if self.warm_masked else 0
+            keys += [
+                ("generate_masked", *each) for each in product(lengths, range(first, mode + 1))
+            ]
+        for key in keys:
             if is_stopped():
                 return
-            self.programs.get("generate", length, each)
-        self.warm = max(self.warm, mode)
+            self.programs.get(*key)
+        self.warm, self.warm_masked = mode, masked
 
     def init_state(self) -> DecodeState:
         """Return empty slots and pages, and the shortest view."""
@@ -364,6 +386,7 @@ class DecodeEngine:
         *,
         mode: SamplingMode = SamplingMode.PLAIN,
         sequences: Int32[np.ndarray, "S T"] | None = None,
+        masks: TokenMasks | None = None,
     ) -> tuple[DecodeState, Int32[Array, "m S"]]:
         """Sample up to `steps_per_dispatch` tokens in every active slot; `state` is consumed.
 
@@ -373,13 +396,14 @@ class DecodeEngine:
             mode: Most expensive mode that a slot needs.
             sequences: In mode SHAPED, the tokens so far of slots with penalties, up to
                 `max_tokens`; -1 elsewhere.
+            masks: Tokens that slots may sample; None: no slot has a grammar.
 
         Returns:
             The next state, and the output for `fetch`.
         """
-        shaping = () if sequences is None else (sequences,)
-        program = self.programs.get("generate", self._view_length(state), mode)
-        return program(params, state, *shaping)
+        verb = "generate" if masks is None else "generate_masked"
+        program = self.programs.get(verb, self._view_length(state), mode)
+        return program(params, state, sequences, masks)
 
     def fetch(self, packed: Int32[Array, "m S"]) -> DecodeOutput:
         """Wait for the output of a dispatch: one transfer from device to host."""

@@ -60,12 +60,12 @@ class DecodePrograms:
         The function has more than 60 lines because it lists the arguments of every program.
 
         Args:
-            verb: `init`, `generate`, `prefill`, `extend`, `prefill_images`, `extend_images`,
-                `encode`, `copy`, `copy_states`, `insert`, `resize`, `score`, `same_weights`,
-                `same_adapters` or `same_tower`.
-            shape: View length and mode of `generate`; rows and tokens of `prefill` and `extend`;
-                patches of `encode`; tokens and view length of `insert`; both lengths of `resize`;
-                tokens of `score`.
+            verb: `init`, `generate`, `generate_masked`, `prefill`, `extend`, `prefill_images`,
+                `extend_images`, `encode`, `copy`, `copy_states`, `insert`, `resize`, `score`,
+                `same_weights`, `same_adapters` or `same_tower`.
+            shape: View length and mode of `generate` and `generate_masked`; rows and tokens of
+                `prefill` and `extend`; patches of `encode`; tokens and view length of `insert`;
+                both lengths of `resize`; tokens of `score`.
 
         Raises:
             ValueError: There is no such program.
@@ -79,8 +79,9 @@ class DecodePrograms:
                 return _lower(
                     lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros), (), zeros
                 )
-            case "generate", length, mode:
-                return self._lower_generate(length, SamplingMode(mode))
+            case ("generate" | "generate_masked") as verb, length, mode:
+                masked = verb == "generate_masked"
+                return self._lower_generate(length, SamplingMode(mode), masked=masked)
             case ("prefill" | "extend" | "prefill_images" | "extend_images") as verb, rows, length:
                 arguments = self._prefill_arguments(rows, length)
                 if verb.endswith("_images"):
@@ -148,19 +149,20 @@ class DecodePrograms:
             case _:
                 raise ValueError(f"the engine has no program for {verb!r}")
 
-    def _lower_generate(self, length: int, mode: SamplingMode) -> jax.stages.Lowered:
+    def _lower_generate(
+        self, length: int, mode: SamplingMode, *, masked: bool
+    ) -> jax.stages.Lowered:
         shapes, num_slots = self._shapes, self._shapes.config.num_slots
         packed = shapes.array((1, num_slots), jnp.int32, None, "slots")
-        state, sequences = shapes.state(length), ()
+        state, sequences = shapes.state(length), None
         if mode == SamplingMode.SHAPED:
-            size = (num_slots, shapes.config.max_tokens)
-            sequences = (shapes.array(size, jnp.int32, "slots"),)
-        arguments = shapes.params, state, *sequences
+            sequences = shapes.array((num_slots, shapes.config.max_tokens), jnp.int32, "slots")
+        arguments = shapes.params, state, sequences, shapes.masks() if masked else None
 
-        def run(params: EngineParams, state: DecodeState, *sequences: Array) -> Any:
+        def run(params: EngineParams, state: DecodeState, *more: Any) -> Any:
             adapters, active = (read_field(state.slots, each) for each in ("adapter", "active"))
             own = assign_rows(params, adapters, active > 0)
-            return generate(shapes, mode, own, state, *sequences)
+            return generate(shapes, mode, own, state, *more)
 
         plain = partial(generate, shapes, mode)
         function = run if shapes.num_adapters else plain

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from areal_jax.engine.batch import SLOT
+from areal_jax.engine.batch import SLOT, TokenMasks
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode_state import DecodeState, EngineParams, Reader, lay_out_params
 from areal_jax.models import lora
@@ -200,6 +200,12 @@ class DecodeShapes:
         """Return the shapes of one list of tuples per data shard, and of their lengths."""
         rows = self.array((self.config.num_slots, width), jnp.int32, "slots")
         return rows, self.array((self.num_shards,), jnp.int32, "slots")
+
+    def masks(self) -> TokenMasks:
+        """Return the shapes of the tokens that slots may sample."""
+        num_slots, vocab_size = self.config.num_slots, self.policy.config.vocab_size
+        bits = self.array((num_slots, -(-vocab_size // 32)), jnp.int32, "slots")
+        return TokenMasks(bits, self.array((num_slots,), jnp.int32, "slots"))
 
     def features(self, rows: int, tokens: int, *axes: str) -> Any:
         """Return the shape of the embeddings of images, and of what is added after layers."""

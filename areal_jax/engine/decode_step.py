@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from areal_jax.engine import sampling
-from areal_jax.engine.batch import MAX_TOP_LOGPROBS, SamplingMode
+from areal_jax.engine.batch import MAX_TOP_LOGPROBS, SamplingMode, TokenMasks
 from areal_jax.engine.decode_shapes import DecodeShapes
 from areal_jax.engine.decode_state import (
     CONTINUES,
@@ -43,6 +43,7 @@ def generate(
     params: EngineParams,
     state: DecodeState,
     sequences: Int32[Array, "S T"] | None = None,
+    masks: TokenMasks | None = None,
 ) -> tuple[DecodeState, Int32[Array, "m S"]]:
     """Sample tokens, and return the next state and the output as one integer array.
 
@@ -52,8 +53,9 @@ def generate(
         params: Weights.
         state: State before the dispatch.
         sequences: In mode SHAPED, the tokens so far of slots with penalties; -1 elsewhere.
+        masks: Tokens that slots may sample; None: all.
     """
-    return _Dispatch(shapes, mode, params, state, sequences).run()
+    return _Dispatch(shapes, mode, params, state, sequences, masks).run()
 
 
 class _Step(NamedTuple):
@@ -90,6 +92,7 @@ class _Dispatch:
         params: EngineParams,
         state: DecodeState,
         sequences: Int32[Array, "S T"] | None,
+        masks: TokenMasks | None,
     ):
         self._shapes, self._mode, self._params, self._state = shapes, mode, params, state
         self._num_steps = shapes.config.steps_per_dispatch
@@ -99,6 +102,10 @@ class _Dispatch:
         if shapes.policy.config.vision is not None:
             self._rope_position = self._position + self._field("rope_offset")
         self._temperature = self._field("temperature")
+        self._slot_steps, self._allowed = None, None
+        if masks is not None:
+            self._slot_steps = masks.num_steps
+            self._allowed = sampling.unpack_bits(masks.bits, shapes.policy.config.vocab_size)
         self._stop_tokens = self._field("stop_tokens")
         self._in_prompt, self._num_top_logprobs = None, 0
         self._initial_counts = jnp.zeros((len(self._position), 0), jnp.int32)
@@ -135,7 +142,10 @@ class _Dispatch:
         started, remaining = self._field("active") > 0, self._field("remaining")
         first = self._first_step(started, remaining)
         # No step without an active slot: a dispatch in which all have ended costs almost nothing.
-        most = jnp.minimum(self._num_steps, jnp.max(remaining * started))
+        most = remaining
+        if self._slot_steps is not None:
+            most = jnp.minimum(remaining, self._slot_steps)
+        most = jnp.minimum(self._num_steps, jnp.max(most * started))
         return self._finish(jax.lax.fori_loop(0, most, self._step, first), started)
 
     def _field(self, name: str) -> Shaped[Array, "S ..."]:
@@ -166,17 +176,19 @@ class _Dispatch:
 
     def _step(self, i: Int32[Array, ""], carry: _Step) -> _Step:
         cache, token, active, remaining, _, tokens, logps, token_counts, top_logprobs, ids = carry
+        # Slots that sample in this step. Those with a grammar wait from the second one on.
+        samples = active if self._slot_steps is None else active & (i < self._slot_steps)
         hidden, cache, routing = self._shapes.policy.hidden(
             self._params,
             token[:, None],
             (self._rope_position + i)[:, None],
-            self._attention(i, active),
+            self._attention(i, samples),
             cache,
             compute_dtype=self._shapes.compute_dtype,
             unroll=True,
             experts=sharded_experts(self._shapes.mesh, ROLLOUT_RULES),
             recur=sharded_recurrence(self._shapes.mesh, ROLLOUT_RULES),
-            num_tokens=active.astype(jnp.int32),
+            num_tokens=samples.astype(jnp.int32),
             records_experts=ids is not None,
             absorbs=True,
         )
@@ -187,7 +199,7 @@ class _Dispatch:
         logits = self._process(i, self._logits(hidden[:, 0]), token_counts)
         sampled, logp = sampling.sample_tokens(logits, self._uniforms[:, i], self._temperature)
         if self._in_prompt is not None:
-            token_counts = token_counts.at[jnp.arange(len(sampled)), sampled].add(active)
+            token_counts = token_counts.at[jnp.arange(len(sampled)), sampled].add(samples)
             likely, likely_logp = sampling.most_likely(
                 logits, self._temperature, self._num_top_logprobs
             )
@@ -195,9 +207,9 @@ class _Dispatch:
                 top_logprobs[0].at[i].set(likely.T),
                 top_logprobs[1].at[i].set(likely_logp.T),
             )
-        # A slot that has ended is fed its last token again, and samples nothing.
-        token = jnp.where(active, sampled, token)
-        remaining = remaining - active
+        # A slot that has ended or waits is fed its last token again, and samples nothing.
+        token = jnp.where(samples, sampled, token)
+        remaining = remaining - samples
         stopped = (token[:, None] == self._stop_tokens).any(-1)
         continues = active & ~stopped & (remaining > 0)
         return _Step(
@@ -206,8 +218,8 @@ class _Dispatch:
             continues,
             remaining,
             stopped,
-            tokens.at[i].set(jnp.where(active, sampled, -1)),
-            logps.at[i].set(jnp.where(active, logp, 0)),
+            tokens.at[i].set(jnp.where(samples, sampled, -1)),
+            logps.at[i].set(jnp.where(samples, logp, 0)),
             token_counts,
             top_logprobs,
             ids,
@@ -248,8 +260,10 @@ class _Dispatch:
     def _process(
         self, i: Int32[Array, ""], logits: Float32[Array, "S V"], token_counts: Int32[Array, "S _"]
     ) -> Float32[Array, "S V"]:
-        """Apply penalties, forbidden stop tokens and filters, as the mode asks."""
+        """Apply masks, penalties, forbidden stop tokens and filters, as the mode asks."""
         field = self._field
+        if self._allowed is not None:
+            logits = jnp.where(self._allowed, logits, -jnp.inf)
         if self._in_prompt is not None:
             penalties = (
                 field(f"{name}_penalty") for name in ("presence", "frequency", "repetition")

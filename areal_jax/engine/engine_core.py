@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
-from areal_jax.engine.batch import PrefillChunk, SamplingMode
+from areal_jax.data.grammars import Grammars
+from areal_jax.engine.batch import PrefillChunk, SamplingMode, TokenMasks
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.decode_state import DecodeState
 from areal_jax.engine.engine_metrics import EngineMetrics
@@ -16,6 +17,8 @@ from areal_jax.engine.expert_log import ExpertLog
 from areal_jax.engine.prompt_images import PromptImages
 from areal_jax.engine.scheduler import Scheduler, penalized_tokens
 from areal_jax.engine.sequence import Sequence
+from areal_jax.engine.token_masks import TokenMasker
+from areal_jax.errors import InvalidRequest
 from areal_jax.records import NO_VERSION, Weights
 
 
@@ -35,7 +38,9 @@ class EngineCore:
 
     _state: DecodeState
 
-    def __init__(self, engine: DecodeEngine, metrics: EngineMetrics):
+    def __init__(
+        self, engine: DecodeEngine, metrics: EngineMetrics, grammars: Grammars | None = None
+    ):
         self._engine, self._metrics = engine, metrics
         self.scheduler = Scheduler(
             engine.config,
@@ -55,6 +60,11 @@ class EngineCore:
         if engine.image_reader is not None:
             self.images = PromptImages(engine.image_reader, engine.encode)
         self._log_experts = self.scheduler.experts and self.scheduler.experts.log_prefill
+        self._masker: TokenMasker | None = None
+        if grammars is not None:
+            sizes = engine.config.num_slots, engine.config.steps_per_dispatch
+            self._masker = TokenMasker(grammars, *sizes)
+        self._masks: TokenMasks | None = None
         self.weights = Weights(NO_VERSION, None)
         self.num_tokens = 0
         """Tokens decoded so far."""
@@ -134,6 +144,17 @@ class EngineCore:
             chunks = self.images.with_images(params, chunks)
         self._state = self._engine.prefill(params, self._state, chunks, self._log_experts)
 
+    def update_masks(self) -> Mapping[str, InvalidRequest]:
+        """Compute which tokens sequences with grammars may sample in the next dispatch.
+
+        Returns:
+            Errors by request.
+        """
+        self._masks, failed = None, {}
+        if self._masker is not None and (sequences := self.scheduler.with_grammars()):
+            self._masks, failed = self._masker.masks(sequences)
+        return failed
+
     def dispatch(self, may_run_ahead: Callable[[], bool]) -> Iterator[list[Sequence]]:
         """Decode until something else is to be done.
 
@@ -170,7 +191,9 @@ class EngineCore:
             running = self.scheduler.running.values()
             tokens = penalized_tokens(running, engine.config.num_slots, engine.max_tokens)
         params = self.weights.params
-        self._state, packed = engine.generate(params, self._state, mode=mode, sequences=tokens)
+        self._state, packed = engine.generate(
+            params, self._state, mode=mode, sequences=tokens, masks=self._masks
+        )
         if self._device_idle_since is not None:
             gap_s = time.perf_counter() - self._device_idle_since
             self._metrics.count("host_gap_us", 1e6 * gap_s)

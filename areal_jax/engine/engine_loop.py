@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
+from areal_jax.data.grammars import Grammars
 from areal_jax.engine.admission import check_request
 from areal_jax.engine.background_compiler import BackgroundCompiler
 from areal_jax.engine.batch import SamplingMode
@@ -55,11 +56,24 @@ class EngineLoop:
     """
 
     def __init__(
-        self, engine: DecodeEngine, weights: WeightSource, *, on_event: Event | None = None
+        self,
+        engine: DecodeEngine,
+        weights: WeightSource,
+        *,
+        on_event: Event | None = None,
+        grammars: Grammars | None = None,
     ):
+        """
+        Args:
+            engine: Compiled programs.
+            weights: Source of weight updates.
+            on_event: Receives events for a trace.
+            grammars: Those of the policy's tokenizer; None: requests have none.
+        """
         self._engine, self._config, self._weights = engine, engine.config, weights
+        self._has_grammars = grammars is not None
         self._metrics = EngineMetrics(lambda: engine.num_programs, on_event)
-        self._core = EngineCore(engine, self._metrics)
+        self._core = EngineCore(engine, self._metrics, grammars)
         self._scheduler = self._core.scheduler
         # Put by the asyncio thread, executed by the engine thread.
         self._commands = CommandQueue()
@@ -130,7 +144,12 @@ class EngineLoop:
         Raises:
             InvalidRequest: the request exceeds a limit of the engine.
         """
-        check_request(request, self._config, self._engine.policy.config.vocab_size)
+        check_request(
+            request,
+            self._config,
+            self._engine.policy.config.vocab_size,
+            has_grammars=self._has_grammars,
+        )
         deadline_s = time.perf_counter() + self._config.request_timeout_s
         if (images := self._core.images) is not None:
             prompt = images.admit(request)
@@ -254,6 +273,7 @@ class EngineLoop:
                 self._requests.expire(self.version)
                 self._admit()
                 self._core.prefill()
+                self._requests.fail(self._core.update_masks())
                 if self._scheduler.has_active:
                     for finished in self._core.dispatch(self._may_run_ahead):
                         self._requests.deliver(finished)

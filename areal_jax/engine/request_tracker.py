@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -67,12 +68,13 @@ class RequestTracker:
 
     def _enqueue(self, group: SequenceGroup) -> None:
         """Add a group to the scheduler once its programs are compiled, without delaying others."""
-        mode = sampling_mode(group.request.sampling)
-        if self._compiler.has(mode):
+        sampling = group.request.sampling
+        mode, masked = sampling_mode(sampling), bool(sampling.grammar)
+        if self._compiler.has(mode, masked=masked):
             self._scheduler.add(group)
         else:
             self._uncompiled.append(group)
-            self._compiler.start(mode)
+            self._compiler.start(mode, masked=masked)
 
     def finish_compilation(self, failed: Exception | None) -> None:
         """Enqueue the groups that waited for programs, or fail them."""
@@ -159,6 +161,11 @@ class RequestTracker:
         self._watched.clear()
         for reply in replies:
             reply.set_exception(error)
+
+    def fail(self, failed: Mapping[str, Exception]) -> None:
+        """Fail requests, by id."""
+        for name, error in failed.items():
+            self._fail(self._pending[name].group, error)
 
     def _has(self, group: SequenceGroup) -> bool:
         pending = self._pending.get(group.id)

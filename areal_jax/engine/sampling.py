@@ -141,6 +141,12 @@ def forbid(
     return logits.at[jnp.arange(len(logits))[:, None], places].set(-jnp.inf, mode="drop")
 
 
+def unpack_bits(bits: Int32[Array, "S W"], size: int) -> Bool[Array, "S V"]:
+    """Return for each token whether its bit is set: bit v % 32 of word v // 32."""
+    each = bits[:, :, None] >> jnp.arange(32, dtype=jnp.int32) & 1
+    return each.reshape(len(bits), -1)[:, :size] > 0
+
+
 def most_likely(
     logits: Float32[Array, "S V"], temperature: Float32[Array, "S"], count: int
 ) -> tuple[Int32[Array, "S K"], Float32[Array, "S K"]]:

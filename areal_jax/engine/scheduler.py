@@ -61,6 +61,8 @@ class Scheduler:
         self._free_slots = [table.slots(shard)[::-1] for shard in range(num_shards)]
         self._num_ended = 0
         """Sequences that ended in the last dispatch."""
+        self._num_grammars = 0
+        """Running sequences with a grammar."""
         self.experts: ExpertLog | None = None
         """Set by its owner to record experts."""
 
@@ -121,6 +123,7 @@ class Scheduler:
             group.waiting.popleft()
             self._free_slots[shard].pop()
             self.running[slot] = sequence
+            self._num_grammars += bool(sequence.request.sampling.grammar)
         self._dequeue(group)
         return True
 
@@ -176,8 +179,8 @@ class Scheduler:
         It would delay prefills, and waiting sequences if a slot becomes free: so, while some wait,
         only if no sequence ended last and none certainly ends next.
         """
-        # Mode SHAPED takes the tokens so far.
-        if self.cache.jobs or self.slots.mode() == SamplingMode.SHAPED:
+        # Mode SHAPED takes the tokens so far, and grammars too.
+        if self.cache.jobs or self.slots.mode() == SamplingMode.SHAPED or self._num_grammars:
             return False
         num_lasting = self.slots.num_lasting()
         is_free_soon = self._num_ended > 0 or num_lasting < len(self.running)
@@ -191,9 +194,18 @@ class Scheduler:
             self.experts.log_dispatch(output, self.slots.positions())
         ended = self.slots.process_outputs(output, version).tolist()
         self._num_ended = len(ended)
+        for sequence in self.with_grammars():
+            self.slots.restart(sequence)
         return [
             (self.running[slot], "stop" if output.stopped[slot] else "length") for slot in ended
         ]
+
+    def with_grammars(self) -> list[Sequence]:
+        """Return the sequences that sample in the next dispatch and have a grammar."""
+        if not self._num_grammars:
+            return []
+        live = (self.running[slot] for slot in self.slots.live())
+        return [sequence for sequence in live if sequence.request.sampling.grammar]
 
     def finish(self, sequence: Sequence, reason: StopReason) -> None:
         """Finish a running or waiting sequence."""
@@ -245,6 +257,7 @@ class Scheduler:
         sequence.leave_slot()
         self.slots.free_slot(slot)
         del self.running[slot]
+        self._num_grammars -= bool(sequence.request.sampling.grammar)
         self._free_slots[self.cache.table.shard(slot)].append(slot)
 
 

@@ -12,6 +12,7 @@ from enum import Enum
 import numpy as np
 from jaxtyping import Int32, Shaped
 
+from areal_jax.data.grammars import Matcher
 from areal_jax.engine.token_log import TokenLog
 from areal_jax.records import Completion, Request, StopReason, TopLogprobs, empty_completion
 
@@ -74,6 +75,8 @@ class Sequence:
     """Recorded experts of the first tokens of prompt and completion."""
     rope_offset: int = 0
     """Added to the place of a sampled token, for its position in RoPE."""
+    matcher: Matcher | None = None
+    """Its place in the request's grammar, from its first dispatch on."""
     num_reported: int = 0
     """Tokens that were passed to the request's `on_progress`."""
 
@@ -110,9 +113,13 @@ class Sequence:
         """Return the tokens whose keys and values decoding needs: all but the last, its input."""
         return self.tokens()[:-1]
 
+    def take_logged(self) -> None:
+        """Move the logged tokens into `sampled`."""
+        self.sampled = replace(self.completion(), experts=self.experts)
+
     def leave_slot(self) -> None:
         """Move the logged tokens into `sampled`, and wait."""
-        self.sampled = replace(self.completion(), experts=self.experts)
+        self.take_logged()
         self.log = None
         self.slot, self.state, self.is_outdated = None, SequenceState.WAITING, False
 

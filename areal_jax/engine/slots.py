@@ -86,6 +86,19 @@ class SlotTable:
         self.active[:] = output.active
         return ended
 
+    def restart(self, sequence: Sequence) -> None:
+        """Log the next tokens of a running sequence as if its slot had just been assigned.
+
+        The log holds consecutive rows of a slot, and a slot with a grammar leaves rows out.
+        """
+        slot = sequence.slot
+        assert slot is not None
+        count = self.log.counts[slot]
+        sequence.take_logged()
+        self._assigned_at[slot] += count
+        self._budget[slot] -= count
+        self.log.begin(slot, has_top_logprobs=sequence.request.sampling.num_top_logprobs > 0)
+
     def live(self) -> list[int]:
         """Return the active slots."""
         return np.flatnonzero(self.active).tolist()

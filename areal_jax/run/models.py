@@ -20,6 +20,7 @@ from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config.policy_names import RunCheckpoint
+from areal_jax.data.grammars import Grammars
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.config import EngineConfig
@@ -205,6 +206,11 @@ class DecodingPolicy:
     def version(self) -> int:
         """Version of the checkpoint; 0 for a folder."""
         return (self.checkpoint and self.checkpoint.version) or 0
+
+    def grammars(self) -> Grammars:
+        """Return the grammars that completions may match."""
+        tokenizer, size = self.tokenizer, self.policy.config.vocab_size
+        return Grammars(tokenizer.to_json, size, tokenizer.stop_token_ids)
 
     def load(self) -> Weights:
         """Load the weights in the engine's layout.

@@ -53,7 +53,8 @@ async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[Eng
     # Clients often set top_p; programs for other sampling settings are compiled while requests are
     # answered.
     await asyncio.to_thread(engine.warm_up, SamplingMode.FILTERED, LoggedCompilation())
-    engine_loop = EngineLoop(engine, Pinned(weights))
+    grammars = decoding.grammars()
+    engine_loop = EngineLoop(engine, Pinned(weights), grammars=grammars)
     totals: dict[str, float] = {
         "tokens": 0.0,
         "dispatches": 0.0,
@@ -85,6 +86,7 @@ async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[Eng
             limits.max_prompt_tokens,
             measure,
             engine_loop.score,
+            grammars,
         )
     finally:
         engine_loop.close()

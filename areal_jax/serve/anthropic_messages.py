@@ -3,6 +3,8 @@
 A conversation is read as one of OpenAI's protocol, so that both give the same prompts: results of
 tools are messages of their own, and the text and the calls of an answer are one message.
 
+The file has more than 400 lines because requests and events of one protocol stay together.
+
 Beyond Anthropic's fields: seed, and return_token_ids, with which a complete response has
 `prompt_token_ids`, `token_ids`, `versions` and `token_logprobs`. The file has more than 400 lines
 because it lists all blocks, fields and events of the API.
@@ -24,18 +26,20 @@ from areal_jax.records import Completion
 from areal_jax.serve.bodies import (
     MAX_STOPS,
     MAX_TOOLS,
-    APIError,
     Chat,
     GenerationParams,
     NonEmpty,
-    expected,
     read_chat,
     require_few_messages,
+)
+from areal_jax.serve.responses import MakeForm, Part, TokenText, call_id, count_tokens, written
+from areal_jax.serve.validation import (
+    APIError,
+    expected,
     strict,
     validated,
     without_ignored,
 )
-from areal_jax.serve.responses import MakeForm, Part, TokenText, call_id, count_tokens, written
 
 IGNORED = (
     "cache_control",
@@ -45,7 +49,6 @@ IGNORED = (
     "metadata",
     "service_tier",
     "speed",
-    "thinking",
 )
 """Fields without effect on the answer."""
 
@@ -136,12 +139,26 @@ class _Tool(TypedDict):
 
 @strict
 class _ToolChoice(TypedDict):
-    type: Literal["auto", "none"]
+    type: Literal["auto", "any", "tool", "none"]
+    name: NotRequired[str | None]
+    disable_parallel_tool_use: NotRequired[bool | None]
+
+
+@strict
+class _OutputFormat(TypedDict):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
 
 
 @strict
 class _OutputConfig(TypedDict):
-    format: NotRequired[None]
+    format: NotRequired[_OutputFormat | None]
+    effort: NotRequired[str | None]
+
+
+@strict
+class _Thinking(TypedDict):
+    type: Literal["enabled", "disabled", "adaptive"]
 
 
 class _CountBody(BaseModel):
@@ -157,6 +174,7 @@ class _CountBody(BaseModel):
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
     tool_choice: _ToolChoice = {"type": "auto"}
     output_config: _OutputConfig = {}
+    thinking: _Thinking | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -211,11 +229,30 @@ def _chat(body: _CountBody, more: Mapping[str, Any], max_messages: int) -> Chat:
     messages = [{"role": "system", "content": system}] if system else []
     for place, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{place}]")
-    asked = {"model": body.model, "messages": messages, "tool_choice": body.tool_choice["type"]}
+    asked = {"model": body.model, "messages": messages, "tool_choice": _choice(body.tool_choice)}
+    asked["parallel_tool_calls"] = not body.tool_choice.get("disable_parallel_tool_use")
+    effort = body.output_config.get("effort")
+    if body.thinking is not None and body.thinking["type"] != "adaptive":
+        is_off = body.thinking["type"] == "disabled"
+        effort = "none" if is_off else effort or "medium"
+    asked["reasoning_effort"] = effort
+    if wanted := body.output_config.get("format"):
+        schema = {"name": "answer", "schema": wanted["schema"]}
+        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
     if body.tools:
         asked["tools"] = [_function(tool) for tool in body.tools]
     # Results of tools are messages of their own: no more than there are blocks.
     return read_chat(asked | dict(more), max(max_messages, len(messages)))
+
+
+def _choice(choice: _ToolChoice) -> Any:
+    """Return a choice of tools as OpenAI's protocol has it."""
+    name = choice.get("name")
+    if choice["type"] == "tool":
+        if not name:
+            raise APIError(400, "you must provide tool_choice.name", param="tool_choice.name")
+        return {"type": "function", "function": {"name": name}}
+    return "required" if choice["type"] == "any" else choice["type"]
 
 
 def _function(tool: _Tool) -> dict[str, Any]:
@@ -326,6 +363,7 @@ class MessageForm:
         message = self._message(content) | _stop(part) | {"usage": self._usage(parts)}
         if self.generation_params.include_tokens:
             message |= {"prompt_token_ids": self.prompt.tolist()} | _tokens(part.sampled)
+            message |= {"constrained": True} if self.generation_params.is_constrained else {}
         return written(message)
 
     def opening(self) -> list[dict[str, Any]]:

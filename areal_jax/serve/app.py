@@ -22,6 +22,7 @@ from aiohttp import http_exceptions, web
 from jaxtyping import Int32
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from areal_jax.data.grammars import Grammars
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.data.tool_calls import ParsedOutput, ToolCall
 from areal_jax.data.tool_dialects import resembles_call
@@ -29,7 +30,6 @@ from areal_jax.errors import EngineStopped, InvalidRequest, first_error
 from areal_jax.records import Completion, OnProgress, Progress, empty_completion
 from areal_jax.serve import anthropic_messages, openai_responses
 from areal_jax.serve.bodies import (
-    APIError,
     Chat,
     DetokenizeBody,
     GenerationParams,
@@ -39,13 +39,16 @@ from areal_jax.serve.bodies import (
     read_json,
     read_texts,
     read_tokens,
-    validated,
 )
 from areal_jax.serve.config import LimitsConfig, RemoteImagesConfig
 from areal_jax.serve.detokenizer import StreamDetokenizer
 from areal_jax.serve.remote_images import fetch_images
 from areal_jax.serve.responses import CompletionForm, Form, MakeForm, Part, count_tokens, now
 from areal_jax.serve.server_metrics import ServerMetrics
+from areal_jax.serve.validation import (
+    APIError,
+    validated,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +86,11 @@ class Backend(Protocol):
 
     @property
     def tokenizer(self) -> HFTokenizer: ...
+    @property
+    def grammars(self) -> Grammars | None:
+        """Those of the engine; None: answers have no format."""
+        ...
+
     def serves(self, model: str) -> bool:
         """Return whether a name is that of the policy."""
         ...
@@ -394,12 +402,17 @@ class App:
                 read_json(body, self._limits.max_body_values), self._limits.max_messages
             )
             _require_model(source, chat.generation_params.model)
-            return chat, make_form, None if chat.remote_images else _render(source, chat)
+            return (chat, make_form, None) if chat.remote_images else rendered(chat, make_form)
+
+        def rendered(chat: Chat, make_form: MakeForm) -> tuple[Chat, MakeForm, Prompt]:
+            prompt = _render(source, chat)
+            params = _with_grammar(source, chat.generation_params, prompt)
+            return replace(chat, generation_params=params), make_form, prompt
 
         chat, make_form, prompt = await self._in_thread(len(body), read_body)
         if prompt is None:
             chat = await fetch_images(chat, self._remote_images)
-            prompt = await self._in_thread(len(body), partial(_render, source, chat))
+            return await self._in_thread(len(body), partial(rendered, chat, make_form))
         return chat, make_form, prompt
 
     async def _texts(self, request: web.Request) -> web.StreamResponse:
@@ -426,7 +439,8 @@ class App:
                 encode(each) if isinstance(each, str) else np.array(each, np.int32)
                 for each in asked.prompts
             ]
-            return asked, prompts
+            params = _with_grammar(source, asked.generation_params, prompts[0])
+            return replace(asked, generation_params=params), prompts
 
         asked, prompts = await self._in_thread(len(body), read)
         echoed = asked.prompts if asked.echo else None
@@ -861,6 +875,25 @@ def _render(source: Backend, chat: Chat) -> Prompt:
         raise
     except ValueError as error:
         raise APIError(400, str(error), param="messages") from error
+
+
+def _with_grammar(source: Backend, params: GenerationParams, prompt: Prompt) -> GenerationParams:
+    """Add the grammar of the answers, compiled; called in a thread.
+
+    Raises:
+        APIError: The format is not supported; the message says why.
+    """
+    tokenizer, param = source.tokenizer, params.format.param
+    end = "".join(map(tokenizer.decode_token, prompt[-4:].tolist()))
+    if not (grammar := params.format.grammar(tokenizer, end)):
+        return params
+    if source.grammars is None:
+        raise APIError(400, f"{param} is not supported by this server", param=param)
+    try:
+        source.grammars.matcher(grammar)
+    except InvalidRequest as error:
+        raise APIError(400, f"{param}: {error}", param=param) from error
+    return replace(params, sampling={**params.sampling, "grammar": grammar})
 
 
 def _require_model(source: Backend, wanted: str) -> None:

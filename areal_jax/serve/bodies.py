@@ -10,38 +10,50 @@ The file has more than 400 lines because it lists all fields of the API.
 from __future__ import annotations
 
 import hmac
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     Json,
-    ValidationError,
-    WrapValidator,
     model_validator,
-    with_config,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
+from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.batch import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from areal_jax.engine.config import MAX_TOP_K
 from areal_jax.image_files import ImageFile, read_image
+from areal_jax.serve.structured_outputs import (
+    ANY_TEXT,
+    GUIDED,
+    Format,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoice,
+    read_calls,
+    read_format,
+)
+from areal_jax.serve.validation import (
+    APIError,
+    describe,
+    expected,
+    only,
+    strict,
+    validated,
+    without_ignored,
+)
 
 MAX_STOPS = 16
 """Stop strings of one request; OpenAI allows 4."""
 
 MAX_TOOLS = 128
 """Tools of one request: OpenAI's limit."""
-
-_MAX_MESSAGE = 1000
-"""Characters of an error message: it may quote the request."""
 
 IGNORED = (
     "user",
@@ -50,9 +62,7 @@ IGNORED = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
-    "reasoning_effort",
     "verbosity",
-    "parallel_tool_calls",
 )
 """Fields without effect on the answer."""
 
@@ -65,30 +75,6 @@ OF_TEXT = (
     "prompt_logprobs",
 )
 """Sampling parameters of vLLM that say how tokens become text; an answer in tokens has none."""
-
-
-class APIError(Exception):
-    """A refused request, with the message for the client."""
-
-    def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None
-    ) -> None:
-        message = message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "..."
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = (
-            status,
-            message,
-            code,
-            param and param[:_MAX_MESSAGE],
-        )
-
-    def body(self) -> dict[str, Any]:
-        """The error as OpenAI's API writes it."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +97,13 @@ class GenerationParams:
     include_tokens: bool
     images: tuple[ImageFile, ...] = ()
     """Images of the conversation, in order."""
+    format: Format = ANY_TEXT
+    """What the answers must look like."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether log-probs are of the tokens that the format allows."""
+        return bool(self.sampling.get("grammar"))
 
 
 class RemoteImage(NamedTuple):
@@ -131,6 +124,14 @@ class Chat:
     tools: tuple[dict[str, Any], ...]
     remote_images: tuple[RemoteImage, ...] = ()
     """Images that are still to be fetched."""
+    reasoning_effort: str = ""
+    """Empty: the request says nothing of it."""
+
+    def template_variables(self, tokenizer: HFTokenizer) -> dict[str, Any]:
+        """Return further variables of the chat template."""
+        # An answer in a format has no room for reasoning.
+        effort = self.reasoning_effort or ("none" if self.generation_params.format.kind else "")
+        return tokenizer.reasoning_variables(effort) if effort else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def read_json(body: bytes, max_values: int) -> dict[str, Any]:
     except ValueError as error:
         raise APIError(400, f"We could not parse the JSON body of your request: {error}") from None
     if not isinstance(given, dict):
-        raise APIError(400, f"expected the body to be a JSON object, found {_found(given)}")
+        raise APIError(400, f"expected the body to be a JSON object, found {describe(given)}")
     return given
 
 
@@ -184,11 +185,18 @@ def read_chat(given: Mapping[str, Any], max_messages: int = 1 << 20) -> Chat:
     # Templates read tools as the client wrote them, with the order of their keys.
     generation_params = body.generation_params(budget, body.top_logprobs if body.logprobs else None)
     images, remote_images = _images(body.messages)
+    calls = read_calls(body.tool_choice, tools or (), parallel=body.parallel_tool_calls)
+    if isinstance(body.tool_choice, dict) and body.tool_choice["type"] == "allowed_tools":
+        tools = list(calls.tools) if calls else []
+    wanted = replace(generation_params.format, calls=calls)
+    if calls is not None and calls.is_required:
+        wanted = replace(wanted, param="tools")
     return Chat(
-        replace(generation_params, images=images),
+        replace(generation_params, images=images, format=wanted),
         tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages)),
-        tuple(tools) if tools and body.tool_choice == "auto" else (),
+        tuple(tools) if tools and calls is not None else (),
         remote_images,
+        body.reasoning_effort,
     )
 
 
@@ -232,30 +240,6 @@ def read_tokens(given: Mapping[str, Any]) -> Texts:
     return read_texts(sampling | fixed)
 
 
-def expected(what: str) -> WrapValidator:
-    """Give one error for a type with several forms, instead of one for each form."""
-
-    def validate(value: Any, inner: Callable[[Any], Any]) -> Any:
-        try:
-            return inner(value)
-        except ValidationError:
-            raise PydanticCustomError("form", "{what}", {"what": what}) from None
-
-    return WrapValidator(validate)
-
-
-def only(supported: Any) -> AfterValidator:
-    """Restrict a field to its one supported value."""
-
-    def validate(value: Any) -> Any:
-        if value != supported:
-            words = {"supported": json.dumps(supported), "value": json.dumps(value)[:200]}
-            raise PydanticCustomError("unsupported", "{supported}, found {value}", words)
-        return value
-
-    return AfterValidator(validate)
-
-
 def _is_tokens(given: list[Any]) -> bool:
     return bool(given) and isinstance(given[0], int)
 
@@ -269,10 +253,6 @@ _Several = BeforeValidator(
 )
 """A list, where one string or one list of token ids is a list of one."""
 
-
-# Nested objects are dicts: instances of pydantic's models take sixteen times as long, under the
-# interpreter's lock.
-strict = with_config(ConfigDict(strict=True))
 
 _CONTENT = "a string or a list of parts of type text or image_url"
 
@@ -436,6 +416,18 @@ class _Body(_SamplingFields):
     stream_options: _StreamOptions = {}
     seed: int | None = None
     return_token_ids: bool = False
+    response_format: Annotated[
+        ResponseFormat,
+        expected(
+            "be an object of type text, json_object or json_schema, the last one with a schema in "
+            "json_schema.schema"
+        ),
+    ] = {"type": "text"}
+    structured_outputs: StructuredOutputs = {}
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -462,14 +454,20 @@ class _Body(_SamplingFields):
             stop_tokens=tuple(self.stop_token_ids),
             include_logp=num_top_logprobs is not None,
             include_tokens=self.return_token_ids,
+            format=read_format(
+                self.response_format,
+                self.structured_outputs,
+                self.model_dump(include=set(GUIDED), exclude_none=True),
+            ),
         )
 
 
 class _ChatBody(_Body):
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["", "none", "minimal", "low", "medium", "high", "xhigh", "max"] = ""
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
-    response_format: Annotated[dict[str, Any], only({"type": "text"})] = {"type": "text"}
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -516,69 +514,3 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(strict=True)
 
     tokens: Annotated[list[_Token], Field(fail_fast=True)]
-
-
-_B = TypeVar("_B", bound=BaseModel)
-
-
-def without_ignored(
-    given: Mapping[str, Any], kind: type[BaseModel], ignored: Collection[str]
-) -> dict[str, Any]:
-    """Drop nulls, which mean that a field is not given, and fields without effect.
-
-    Raises:
-        APIError: the body has a field that is neither a field of `kind` nor ignored.
-    """
-    known = {field.alias or name for name, field in kind.model_fields.items()} | set(ignored)
-    for name, value in given.items():
-        # Only the first one: pydantic would report each, and a body may have many.
-        if value is not None and name not in known:
-            raise APIError(400, f"Unrecognized request argument supplied: {name}", param=name)
-    return {name: each for name, each in given.items() if each is not None and name not in ignored}
-
-
-def validated(kind: type[_B], given: Mapping[str, Any]) -> _B:
-    """Return a body as its model.
-
-    Raises:
-        APIError: it does not fit.
-    """
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        raise _refused(error.errors(include_url=False)[0]) from None
-
-
-_ERRORS = {
-    "missing": "you must provide {path}",
-    "unsupported": "{path} is not supported: expected {expected}",
-    "too_long": "expected {path} to have at most {max_length} items, found {found}",
-    "too_short": "expected {path} to have at least {min_length} item, found {found}",
-    "dict_type": "expected {path} to be an object, found {found}",
-}
-"""Messages by type of error, where not pydantic's own."""
-
-
-def _refused(error: ErrorDetails) -> APIError:
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in error["loc"])
-    path = "".join(steps).removeprefix(".")
-    template = _ERRORS.get(error["type"], "expected {path} to {expected}, found {found}")
-    words = {
-        "path": path,
-        "expected": error["msg"].removeprefix("Input should "),
-        "found": _found(error["input"]),
-    }
-    return APIError(400, template.format_map(error.get("ctx", {}) | words), param=path)
-
-
-def _found(value: object) -> str:
-    """Describe a value of a request in a few words."""
-    match value:
-        case dict():
-            return "an object"
-        case list():
-            return f"a list of {len(value)}"
-        case str():
-            return json.dumps(value[:100], ensure_ascii=False)
-        case _:
-            return json.dumps(value)[:100]

@@ -10,11 +10,13 @@ from itertools import count
 import numpy as np
 from jaxtyping import Int32
 
+from areal_jax.data.grammars import Grammars
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.protocols import Engine
 from areal_jax.records import Completion, OnProgress, Request, Sampling, derive_seed
-from areal_jax.serve.bodies import APIError, Chat, GenerationParams, require_key
+from areal_jax.serve.bodies import Chat, GenerationParams, require_key
 from areal_jax.serve.responses import Part
+from areal_jax.serve.validation import APIError
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class EngineBackend:
     """What the engine has counted so far."""
     score_tokens: Callable[[Int32[np.ndarray, "N"], int], Awaitable[Completion]] | None = None
     """`EngineLoop.score`."""
+    grammars: Grammars | None = None
+    """Those of the engine; None: answers have no format."""
     _numbers: count[int] = field(default_factory=count)
 
     def enter(self, session: str, key: str) -> EngineBackend:
@@ -50,7 +54,9 @@ class EngineBackend:
 
     def prompt_of(self, chat: Chat) -> Int32[np.ndarray, "P"]:
         images = chat.generation_params.images
-        return self.tokenizer.render(chat.turns, chat.tools, self.max_prompt_tokens, images)
+        variables = chat.template_variables(self.tokenizer)
+        most = self.max_prompt_tokens
+        return self.tokenizer.render(chat.turns, chat.tools, most, images, variables)
 
     def prompt_of_text(self, text: str) -> Int32[np.ndarray, "P"]:
         return self.tokenizer.encode_prompt(text, self.max_prompt_tokens)

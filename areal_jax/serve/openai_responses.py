@@ -4,6 +4,8 @@ The server keeps no responses: a client sends the whole conversation as input it
 as a conversation of chat completions, so that both give the same prompts. The text and the calls of
 an answer are one message.
 
+The file has more than 400 lines because requests and events of one protocol stay together.
+
 Beyond OpenAI's fields: seed, and return_token_ids, with which a response has `prompt_token_ids`,
 `token_ids`, `versions` and `token_logprobs`. The file has more than 400 lines because it lists all
 items, fields and events of the API.
@@ -26,16 +28,10 @@ from areal_jax.engine.batch import MAX_TOP_LOGPROBS
 from areal_jax.serve.bodies import (
     IGNORED,
     MAX_TOOLS,
-    APIError,
     Chat,
     GenerationParams,
-    expected,
-    only,
     read_chat,
     require_few_messages,
-    strict,
-    validated,
-    without_ignored,
 )
 from areal_jax.serve.responses import (
     MakeForm,
@@ -46,12 +42,19 @@ from areal_jax.serve.responses import (
     token_logprobs,
     written,
 )
+from areal_jax.serve.validation import (
+    APIError,
+    expected,
+    only,
+    strict,
+    validated,
+    without_ignored,
+)
 
 _IGNORED = (
     *IGNORED,
     "max_tool_calls",
     "prompt_cache_retention",
-    "reasoning",
     "stream_options",
     "truncation",
 )
@@ -127,13 +130,38 @@ class _Tool(TypedDict):
 
 
 @strict
-class _Format(TypedDict):
-    type: Literal["text"]
+class _ReasoningConfig(TypedDict):
+    effort: NotRequired[str | None]
+
+
+@strict
+class _PlainFormat(TypedDict):
+    type: Literal["text", "json_object"]
+
+
+@strict
+class _SchemaFormat(TypedDict):
+    type: Literal["json_schema"]
+    name: NotRequired[str | None]
+    schema: dict[str, Any]
 
 
 @strict
 class _Text(TypedDict):
-    format: NotRequired[_Format | None]
+    format: NotRequired[Annotated[_PlainFormat | _SchemaFormat, Field(discriminator="type")] | None]
+
+
+@strict
+class _FunctionChoice(TypedDict):
+    type: Literal["function"]
+    name: str
+
+
+@strict
+class _AllowedChoice(TypedDict):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[_FunctionChoice]
 
 
 class _Body(BaseModel):
@@ -143,10 +171,16 @@ class _Body(BaseModel):
     input: Annotated[list[_Item], Field(min_length=1, fail_fast=True)]
     instructions: str = ""
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"]
+        | Annotated[_FunctionChoice | _AllowedChoice, Field(discriminator="type")],
+        expected('be "auto", "none", "required", or an object of type function or allowed_tools'),
+    ] = "auto"
+    parallel_tool_calls: bool = True
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     text: _Text = {}
+    reasoning: _ReasoningConfig = {}
     stream: bool = False
     background: Annotated[bool, only(False)] = False
     max_output_tokens: int | None = Field(None, ge=1)
@@ -191,7 +225,10 @@ def read(given: dict[str, Any], max_messages: int) -> tuple[Chat, MakeForm]:
     asked = {
         "model": body.model,
         "messages": [*instructions, *_messages(body.input)],
-        "tool_choice": body.tool_choice,
+        "tool_choice": _choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "response_format": _format(body.text.get("format")),
+        "reasoning_effort": body.reasoning.get("effort"),
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": _LOGPROBS in body.include or body.top_logprobs > 0,
         "top_logprobs": body.top_logprobs,
@@ -204,7 +241,27 @@ def read(given: dict[str, Any], max_messages: int) -> tuple[Chat, MakeForm]:
     if body.tools:
         asked["tools"] = [_function(tool) for tool in body.tools]
     chat = read_chat(asked, max_messages + 1)
-    return chat, partial(_make_form, _echo(body, given.get("tools") or []))
+    return chat, partial(
+        _make_form, _echo(body, given.get("tools") or [], (given.get("text") or {}).get("format"))
+    )
+
+
+def _choice(choice: str | _FunctionChoice | _AllowedChoice) -> Any:
+    """Return a choice of tools as chat completions have it."""
+    if isinstance(choice, str):
+        return choice
+    if choice["type"] == "function":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    tools = [_choice(each) for each in choice["tools"]]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
+
+
+def _format(format: _PlainFormat | _SchemaFormat | None) -> dict[str, Any] | None:
+    """Return a format as chat completions have it."""
+    if format is None or format["type"] != "json_schema":
+        return dict(format) if format else None
+    schema = {"name": format.get("name") or "answer", "schema": format["schema"]}
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _function(tool: _Tool) -> dict[str, Any]:
@@ -252,19 +309,19 @@ def _part(part: _TextPart | _ImagePart | _RefusalPart) -> dict[str, Any]:
             return {"type": "text", "text": part["text"]}
 
 
-def _echo(body: _Body, tools: Sequence[Any]) -> dict[str, Any]:
+def _echo(body: _Body, tools: Sequence[Any], given_format: Any) -> dict[str, Any]:
     """Return the fields of a response that repeat the request."""
     return {
         "background": False,
         "instructions": body.instructions or None,
         "max_output_tokens": body.max_output_tokens,
         "metadata": {},
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.reasoning.get("effort"), "summary": None},
         "store": False,
         "temperature": body.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": given_format or {"type": "text"}},
         "tool_choice": body.tool_choice,
         "tools": list(tools),
         "top_logprobs": body.top_logprobs,
@@ -414,6 +471,7 @@ class ResponseForm:
                 "versions": sampling.versions.tolist(),
                 "token_logprobs": sampling.logp.tolist(),
             }
+            response |= {"constrained": True} if self.generation_params.is_constrained else {}
         return response
 
     def _items(self, part: Part, status: str) -> Iterator[dict[str, Any]]:

@@ -19,8 +19,9 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from areal_jax.image_files import ImageFile
-from areal_jax.serve.bodies import APIError, Chat, RemoteImage
+from areal_jax.serve.bodies import Chat, RemoteImage
 from areal_jax.serve.config import RemoteImagesConfig
+from areal_jax.serve.validation import APIError
 
 MAX_REDIRECTS = 3
 

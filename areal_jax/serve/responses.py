@@ -2,7 +2,8 @@
 
 With return_token_ids, in addition to the fields of OpenAI: `prompt_token_ids` (a list of lists for
 several prompts), and `token_ids`, `versions` and `token_logprobs` of each choice, one entry for
-each token, stop tokens too.
+each token, stop tokens too. `constrained` beside log-probs says that they are of the tokens that
+the answer's format allows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from jaxtyping import Int32
 
 from areal_jax.data.tool_calls import ToolCall
 from areal_jax.records import Completion, StopReason
-from areal_jax.serve.bodies import APIError, GenerationParams
+from areal_jax.serve.bodies import GenerationParams
+from areal_jax.serve.validation import APIError
 
 TokenText = Callable[[int], str]
 
@@ -206,6 +208,7 @@ class CompletionForm:
                 sampled.versions.tolist(),
             )
             choice["token_logprobs"] = sampled.logp.tolist()
+            choice |= self._constrained
         return choice
 
     def _message(self, part: Part, *, is_delta: bool) -> dict[str, Any]:
@@ -227,8 +230,14 @@ class CompletionForm:
             ]
         return message
 
+    @property
+    def _constrained(self) -> dict[str, bool]:
+        """Return a field beside log-probs that are of the tokens that a format allows."""
+        return {"constrained": True} if self.generation_params.is_constrained else {}
+
     def _chat_logp(self, sampled: Completion) -> dict[str, Any]:
-        return {"content": token_logprobs(self.token_text, sampled), "refusal": None}
+        found = {"content": token_logprobs(self.token_text, sampled), "refusal": None}
+        return found | self._constrained
 
     def _text_logp(self, part: Part) -> dict[str, Any]:
         prompt = [] if part.prompt is None else with_top_logprobs(part.prompt)
@@ -251,7 +260,7 @@ class CompletionForm:
             "token_logprobs": logps,
             "top_logprobs": tops,
             "text_offset": ends[:-1],
-        }
+        } | self._constrained
 
 
 def count_tokens(

@@ -22,13 +22,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from areal_jax.data.grammars import Grammars
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.protocols import Generate
 from areal_jax.records import Completion, OnProgress, with_stop_token
 from areal_jax.serve.app import App, listening, message_of
-from areal_jax.serve.bodies import APIError, Chat, GenerationParams, require_key
+from areal_jax.serve.bodies import Chat, GenerationParams, require_key
 from areal_jax.serve.config import LimitsConfig
 from areal_jax.serve.responses import Part
+from areal_jax.serve.validation import APIError
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class Session:
     tokenizer: HFTokenizer
     _generate: Generate
     _max_new_tokens: int
+    grammars: Grammars | None = None
+    """Those of the engines; None: answers have no format."""
     _finished: list[FinishedCall] = field(default_factory=list)
     _calls: list[tuple[Int32[np.ndarray, "_"], Completion]] = field(default_factory=list)
     # Requests in progress, which `close` cancels.
@@ -91,11 +95,11 @@ class Session:
     def prompt_of(self, chat: Chat) -> Int32[np.ndarray, "P"]:
         if chat.generation_params.images:
             raise APIError(400, "images are not supported in training", param="messages")
-        call = self._before(chat)
+        call, variables = self._before(chat), chat.template_variables(self.tokenizer)
         if call is None:
-            return self.tokenizer.render(chat.turns, chat.tools)
+            return self.tokenizer.render(chat.turns, chat.tools, variables=variables)
         answer = with_stop_token(call.completion.tokens, self.tokenizer.stop_token_ids)
-        more = self.tokenizer.render_next(chat.turns[len(call.turns) :], call.tools)
+        more = self.tokenizer.render_next(chat.turns[len(call.turns) :], call.tools, variables)
         return np.concatenate([call.prompt, answer, more])
 
     def _before(self, chat: Chat) -> FinishedCall | None:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from areal_jax.errors import InvalidRequest
-from areal_jax.serve.bodies import APIError, read_json, require_key
+from areal_jax.serve.bodies import read_json, require_key
+from areal_jax.serve.validation import APIError
 from areal_jax.tinker import bodies
 from areal_jax.tinker.config import TinkerLimits
 from areal_jax.tinker.messages import sample_to_json

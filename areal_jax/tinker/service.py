@@ -23,7 +23,7 @@ from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import put
 from areal_jax.records import derive_seed
-from areal_jax.serve.bodies import APIError
+from areal_jax.serve.validation import APIError
 from areal_jax.tinker import bodies, checkpoints
 from areal_jax.tinker.catalog import Catalog, ServedPolicy
 from areal_jax.tinker.config import TinkerConfig

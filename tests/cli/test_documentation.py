@@ -38,7 +38,7 @@ NOT_COMMANDS = {
     "agents.md": ["async def agent("],
     "distributed.md": ["pip install", "no progress for 60 s"],
     "rewards.md": ["def reward("],
-    "serving.md": ["curl ", "from openai import"],
+    "serving.md": ["curl ", "from openai import", "schema = {"],
 }
 """Beginnings of indented blocks that are excerpts: of a diagram, of a program with parts left out,
 of a log, or of requests to a server that tests/serve sends in full."""

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from areal_jax.serve import anthropic_messages
-from areal_jax.serve.bodies import APIError, read_chat, read_json, read_texts
+from areal_jax.serve.bodies import read_chat, read_json, read_texts
+from areal_jax.serve.validation import APIError
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -105,13 +106,21 @@ def texts(**body: Any) -> Any:
         ),
         ({"logit_bias": {"1": 2}}, 'logit_bias is not supported: expected {}, found {"1": 2}'),
         (
-            {"response_format": {"type": "json_object"}},
-            'response_format is not supported: expected {"type": "text"}, found {',
+            {"response_format": {"type": "structural_tag"}},
+            "expected response_format to be an object of type text, json_object or json_schema",
         ),
         (
-            {"tool_choice": "required"},
-            "expected tool_choice to be 'auto' or 'none', found \"required\"",
+            {"tool_choice": "any"},
+            'expected tool_choice to be "auto", "none", "required", an object',
         ),
+        ({"tool_choice": "required"}, "tool_choice requires tools, found none"),
+        (
+            {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+            "expected one format of the answer, found response_format and guided_regex",
+        ),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs to have at least 1 choice"),
+        ({"guided_json": "{"}, "guided_json: expected JSON: EOF"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex to be a valid string"),
         (
             {"tools": [{"type": "retrieval"}]},
             "expected tools[0].type to be 'function', found \"retrieval\"",

@@ -19,10 +19,11 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.errors import InvalidRequest
 from areal_jax.records import Sampling
 from areal_jax.serve.app import App, listening
-from areal_jax.serve.bodies import APIError, read_json
+from areal_jax.serve.bodies import read_json
 from areal_jax.serve.config import LimitsConfig
 from areal_jax.serve.engine_backend import EngineBackend
 from areal_jax.serve.responses import written
+from areal_jax.serve.validation import APIError
 
 TEXT = "The quick brown fox, 12 + 30 = 42. "
 MEGABYTES = TEXT * 100_000

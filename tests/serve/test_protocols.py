@@ -15,6 +15,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 from scripted_engine import KEY, Scripted, served
+from tokenizers import Tokenizer
 
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
@@ -326,7 +327,8 @@ USER: Any = {"role": "user", "content": "hi"}
         ({"messages": [USER] * 9}, "limits.max_messages=8 items, found 9"),
         ({"messages": [{"role": "user", "content": 3}]}, r"messages[0].content to be a string"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "the last message to be of role"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice.type to be 'auto' or 'none'"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice requires tools, found none"),
+        ({"tool_choice": {"type": "tool"}}, "you must provide tool_choice.name"),
         ({"tools": [{"type": "web_search", "name": "w", "input_schema": {}}]}, "tools[0].type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
         ({"mcp_servers": []}, "Unrecognized request argument supplied: mcp_servers"),
@@ -368,9 +370,10 @@ def test_wrong_messages_are_refused_in_anthropics_form(
         ({"input": [{"type": "item_reference", "id": "x"}]}, "expected input[0] to"),
         ({"previous_response_id": "resp_1"}, "the server keeps no responses"),
         ({"background": True}, "background is not supported: expected false"),
-        ({"tool_choice": "required"}, "expected tool_choice to be 'auto' or 'none'"),
+        ({"tool_choice": "required"}, "tool_choice requires tools, found none"),
+        ({"tool_choice": {"type": "web_search"}}, 'tool_choice to be "auto", "none", "req'),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type to be 'function'"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format.type to be 'text'"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.json_schema.schema"),
         ({"unknown_field": 1}, "Unrecognized request argument supplied: unknown_field"),
         (
             {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
@@ -415,3 +418,41 @@ def test_streams_that_fail_end_with_an_error_event(tokenizer: HFTokenizer):
                 await stream.get_final_response()
 
     with_clients(Scripted(["some words of it"] * 2, error=OSError("disk")), tokenizer, act)
+
+
+@pytest.mark.parametrize(
+    ("template", "efforts"),
+    [
+        # Of Qwen3, DeepSeek and GPT-OSS: a switch, or levels.
+        (
+            "{{ enable_thinking }}",
+            {"": "", "none": "False", "minimal": "False", "low": "True", "high": "True"},
+        ),
+        ("{{ thinking }}", {"": "", "none": "False", "medium": "True"}),
+        ("{{ reasoning_effort }}", {"": "", "none": "low", "low": "low", "xhigh": "high"}),
+        ("{{ messages[0].content }}", {"": "hi", "none": "hi", "high": "hi"}),
+    ],
+)
+def test_reasoning_effort_reaches_templates_that_know_it(template: str, efforts: dict[str, str]):
+    raw = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    tokenizer = HFTokenizer(raw, template, {}, [2])
+
+    async def act(client: openai.AsyncOpenAI, messages: anthropic.AsyncAnthropic) -> None:
+        given: Any = {"model": "m", "messages": [USER]}
+        for effort, rendered in efforts.items():
+            chat = given | ({"reasoning_effort": effort} if effort else {})
+            await client.chat.completions.create(**chat)
+            reasoning: Any = {"effort": effort or None}
+            await client.responses.create(model="m", input="hi", reasoning=reasoning)
+            thinking = {"type": "disabled"} if effort == "none" else {"type": "adaptive"}
+            output = {} if effort in ("", "none") else {"output_config": {"effort": effort}}
+            await messages.messages.create(
+                **given, max_tokens=9, extra_body={"thinking": thinking, **output}
+            )
+            texts = [tokenizer.decode(each.prompt_tokens) for each in engine.requests[-3:]]
+            assert texts == [rendered] * 3
+        with pytest.raises(openai.BadRequestError, match="reasoning_effort to be"):
+            await client.chat.completions.create(**given, extra_body={"reasoning_effort": "huge"})
+
+    engine = Scripted()
+    with_clients(engine, tokenizer, act)

@@ -13,10 +13,11 @@ from scripted_engine import KEY, TOKENIZER, Scripted
 
 from areal_jax.records import Sampling
 from areal_jax.serve.app import App, listening
-from areal_jax.serve.bodies import APIError, read_chat
+from areal_jax.serve.bodies import read_chat
 from areal_jax.serve.config import LimitsConfig, RemoteImagesConfig
 from areal_jax.serve.engine_backend import EngineBackend
 from areal_jax.serve.remote_images import fetch_images
+from areal_jax.serve.validation import APIError
 
 HERE = "127.0.0.1"
 ALLOWED = RemoteImagesConfig(hosts=(HERE,), max_bytes=100, timeout_s=5.0)
