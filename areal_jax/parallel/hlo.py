@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -149,6 +149,13 @@ class Work:
             self.unknown_kernels[kernel] += times * count
         self.unknown_loops += other.unknown_loops
 
+    def overlapping(self, overlaps: bool) -> Work:
+        """Return the same work with collectives that overlap with compute, or do not."""
+        found = Counter[Collective]()
+        for each, count in self.collectives.items():
+            found[each._replace(is_asynchronous=overlaps)] += count
+        return replace(self, collectives=found)
+
 
 @dataclass(frozen=True)
 class Computation:
@@ -200,7 +207,7 @@ class Program:
             if not line.startswith(" ") and (header := _HEADER.match(line)):
                 name, lines = header[2], {}
                 entry = name if header[1] else entry
-            elif line == "}" and name:
+            elif line.startswith("}") and name:
                 self.computations[name] = Computation(name, lines)
                 name = ""
             elif name and (instruction := _instruction(line)):
@@ -252,6 +259,10 @@ class Program:
             case "call" | "async-start":
                 for called in instruction.called("to_apply", "calls"):
                     work.add(self._work_of(called))
+            case "call-start":  # on a SparseCore
+                for called in instruction.called("to_apply"):
+                    overlaps = _overlaps(computation, instruction)
+                    work.add(self._work_of(called).overlapping(overlaps))
             case "fusion":
                 (called,) = instruction.called("calls")
                 for inner in self._inside(called):

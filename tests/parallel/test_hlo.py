@@ -177,6 +177,34 @@ def test_loops_of_dynamic_length_are_reported_or_given() -> None:
     assert (work.unknown_loops, work.collectives[reduces]) == (0, 16)
 
 
+SPARSE_CORE = """\
+HloModule jit_step, is_scheduled=true, num_partitions=4
+
+%scattering (whole: f32[64,32]) -> f32[16,32] {
+  %whole = f32[64,32]{1,0} parameter(0)
+  ROOT %scattered = f32[16,32]{1,0} reduce-scatter(%whole), replica_groups={{0,1,2,3}}, to_apply=%add
+}, execution_thread="sparsecore"
+
+ENTRY %main (whole: f32[64,32]) -> f32[16,32] {
+  %whole = f32[64,32]{1,0} parameter(0)
+  %start = ((f32[64,32]{1,0}), f32[16,32]{1,0}, u32[]) call-start(%whole), async_execution_thread="sparsecore", to_apply=%scattering
+  %meanwhile = f32[64,32]{1,0} add(%whole, %whole)
+  ROOT %done = f32[16,32]{1,0} call-done(%start)
+}
+"""
+
+
+def test_collectives_on_a_sparse_core_are_counted_and_overlap() -> None:
+    def collectives(text: str) -> set[Collective]:
+        return set(Program(text).work().collectives)
+
+    assert collectives(SPARSE_CORE) == {
+        Collective("reduce-scatter", 64 * 32 * 4, (0, 1, 2, 3), True)
+    }
+    alone = "\n".join(line for line in SPARSE_CORE.splitlines() if "meanwhile" not in line)
+    assert collectives(alone) == {Collective("reduce-scatter", 64 * 32 * 4, (0, 1, 2, 3), False)}
+
+
 def test_text_without_entry_is_refused() -> None:
     with pytest.raises(ValueError, match="no ENTRY"):
         Program("HloModule empty")
