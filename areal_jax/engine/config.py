@@ -64,6 +64,11 @@ class EngineConfig:
             "others decode on"
         ),
     )
+    weights_dtype: Literal["compute", "int8", "float8_e4m3fn"] = chz.field(
+        default="compute",
+        doc="matrices of the layers: the compute dtype, or 8 bits with a scale for each output, "
+        "rounded when weights are published",
+    )
     on_update: Literal["recompute", "keep"] = chz.field(
         default="recompute",
         doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept "

@@ -142,7 +142,7 @@ class DecodeEngine:
 
     def layout(self, params: Params) -> EngineParams:
         """Convert parameters to this engine's layout; see `lay_out_params`."""
-        return lay_out_params(self.policy, params, self.compute_dtype)
+        return lay_out_params(self.policy, params, self.compute_dtype, self.config.weights_dtype)
 
     def kv_bytes(self) -> int:
         """Return the bytes of keys and values on each device."""

@@ -279,7 +279,10 @@ class DecodeShapes:
     def _engine_params(self, params: Params, axes: Params) -> EngineParams:
         """Return shapes and shardings of `lay_out_params`, given shapes and logical axes."""
         shapes = jax.eval_shape(
-            lambda params: lay_out_params(self.policy, params, self.compute_dtype), params
+            lambda params: lay_out_params(
+                self.policy, params, self.compute_dtype, self.config.weights_dtype
+            ),
+            params,
         )
         placed = shardings(self.mesh, self.policy.unstack_axes(axes), shapes, ROLLOUT_RULES)
         return jax.tree.map(

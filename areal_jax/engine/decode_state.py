@@ -22,6 +22,7 @@ from areal_jax.models.decoder import Params, Policy, is_stacked
 from areal_jax.models.delta_rule import RecurrentState
 from areal_jax.models.moe import ROUTER
 from areal_jax.models.paged_attention import PagedKernel, Pages
+from areal_jax.models.quantized import Quantized, quantize_layer
 
 EngineParams: TypeAlias = dict[str, Any]
 """Result of `lay_out_params`: `layers` is a tuple of L trees instead of one stacked tree. With an
@@ -122,19 +123,29 @@ def unpack_experts(
     return flat[:, :, : math.prod(rest)].reshape(shape)
 
 
-def lay_out_params(policy: Policy, params: Params, compute_dtype: DTypeLike) -> EngineParams:
+def lay_out_params(
+    policy: Policy, params: Params, compute_dtype: DTypeLike, weights_dtype: str = "compute"
+) -> EngineParams:
     """Convert a policy's parameters, or its adapter, to the decoder's layout: one tree per layer,
-    in the compute dtype.
+    in the compute dtype, or with matrices quantized to `weights_dtype`.
 
     Pure, so that a weight channel runs it on the train mesh. Norms and routers stay in float32, as
     in training.
     """
 
-    def narrowed(path: tuple[Any, ...], leaf: Array) -> Array:
+    def narrowed(path: tuple[Any, ...], leaf: Array | Quantized) -> Array | Quantized:
+        if isinstance(leaf, Quantized):
+            return leaf
         names = tuple(each.key for each in path if isinstance(each, jax.tree_util.DictKey))
         # Layers of a vision tower stay stacked.
         is_vector = leaf.ndim - (names[0] == "vision" and is_stacked(names)) == 1
         is_wide = is_vector or path[-1] == jax.tree_util.DictKey(ROUTER)
         return leaf if is_wide else leaf.astype(compute_dtype)
 
-    return jax.tree.map_with_path(narrowed, policy.unstack(params))
+    params = policy.unstack(params)
+    if weights_dtype != "compute":
+        layers = (quantize_layer(layer, jnp.dtype(weights_dtype)) for layer in params["layers"])
+        params |= {"layers": tuple(layers)}
+    return jax.tree.map_with_path(
+        narrowed, params, is_leaf=lambda node: isinstance(node, Quantized)
+    )

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, Shaped
 
 from areal_jax.models import rope
 from areal_jax.models.activations import gated
@@ -31,6 +31,7 @@ from areal_jax.models.blocked_attention import ATTENDED
 from areal_jax.models.config import LoRA, Remat
 from areal_jax.models.delta_rule import Filters, Mixed, Recur, RecurrentState, local_recurrence
 from areal_jax.models.moe import ROUTER, Experts, MoE, Routing, local_experts
+from areal_jax.models.quantized import Quantized, rescale
 from areal_jax.models.traits import Activation, Traits
 from areal_jax.models.vision.tower import ImageFeatures, ImageInputs, VisionTower
 from areal_jax.parallel.fsdp import ShardedMatrix, sharded_lookup, sharded_product
@@ -155,7 +156,8 @@ class Policy:
 
         Args:
             params: parameters with stacked layers, or with `unroll` also as returned by `unstack`;
-                a matrix of a layer may have the update of an adapter (`models/adapted.py`).
+                a matrix of a layer may have the update of an adapter (`models/adapted.py`) or be
+                quantized (`models/quantized.py`).
             tokens: token ids.
             positions: position of each token in its own sequence, for RoPE; of images [B, T, 3]
                 with time, row and column.
@@ -843,7 +845,9 @@ def _embed(
 
 
 def _product(
-    x: Float[Array, "B T I"], w: Array | AnyAdapted | ShardedMatrix, num_inputs: int = 1
+    x: Float[Array, "B T I"],
+    w: Array | AnyAdapted | Quantized | ShardedMatrix,
+    num_inputs: int = 1,
 ) -> Float[Array, "B T ..."]:
     """Compute x · w over the first `num_inputs` dimensions of w, which are flattened in x."""
     if isinstance(w, AnyAdapted):
@@ -853,6 +857,9 @@ def _product(
             return _product(scale * _product(x, a, num_inputs), b)
 
         return add_update(_product(x, w.w, num_inputs), x, w, update)
+    if isinstance(w, Quantized):
+        outputs = w.shape[num_inputs:]
+        return rescale(_product(x, w.values, num_inputs), w.scale.reshape(outputs))
     if isinstance(w, ShardedMatrix):
         flat = w.w.reshape(math.prod(w.w.shape[:num_inputs]), -1)
         product: Array = sharded_product(x, flat, w.shards)
@@ -862,7 +869,7 @@ def _product(
 
 
 @jax.custom_vjp
-def _flat_product(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B T O"]:
+def _flat_product(x: Float[Array, "B T I"], w: Num[Array, "I O"]) -> Float[Array, "B T O"]:
     """Compute x · w in the dtype of x; the gradient of w is summed over tokens in float32."""
     return x @ w.astype(x.dtype)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ import numpy as np
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
+from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, Shaped
 
 from areal_jax.models.activations import gated
 from areal_jax.models.architecture import ExpertGroups, ModelConfig, MoEConfig
+from areal_jax.models.quantized import Quantized, rescale
 from areal_jax.models.traits import Activation
 from areal_jax.parallel.sharding import Rules, sharding
 from areal_jax.records import native_expert
@@ -59,9 +60,9 @@ class Experts(Protocol):
         x: Array,
         weights: Array,
         chosen: Array,
-        gate: Array,
-        up: Array,
-        down: Array,
+        gate: Array | Quantized,
+        up: Array | Quantized,
+        down: Array | Quantized,
         /,
         *biases: Array,
         activation: Activation = "silu",
@@ -168,7 +169,7 @@ class MoE(nnx.Module):
             x,
             weights,
             chosen,
-            *(each[...] for each in (*matrices, *biases)),
+            *(each.get_value() for each in (*matrices, *biases)),
             activation=self.activation,
         )
         if self.shared is not None:
@@ -257,9 +258,9 @@ def local_experts(
     x: Float[Array, "B T D"],
     weights: Float[Array, "B T k"],
     chosen: Int[Array, "B T k"],
-    gate: Float[Array, "E D F"],
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
+    gate: Float[Array, "E D F"] | Quantized,
+    up: Float[Array, "E D F"] | Quantized,
+    down: Float[Array, "E F D"] | Quantized,
     *biases: Float[Array, "E _"],
     activation: Activation = "silu",
     first: int | Int[Array, ""] = 0,
@@ -302,12 +303,14 @@ def local_experts(
     )
     rows = x.reshape(B * T, -1).at[token].get(mode="fill", fill_value=0)
 
-    def product(x: Array, w: Array, *bias: Array) -> Array:
-        y = _product(x, w, padded, block)
-        if not bias:
+    def product(x: Array, w: Array | Quantized, *bias: Array) -> Array:
+        y = _product(x, w.values if isinstance(w, Quantized) else w, padded, block)
+        if not bias and not isinstance(w, Quantized):
             return y
         groups = jnp.repeat(_groups(padded, block, num_rows // block), block)
-        return y + bias[0][groups].astype(y.dtype)
+        if isinstance(w, Quantized):
+            y = rescale(y, w.scale[:, 0][groups])
+        return y + bias[0][groups].astype(y.dtype) if bias else y
 
     gate_bias, up_bias, down_bias = ((each,) for each in biases) if biases else ((), (), ())
     inner = gated(activation, product(rows, gate, *gate_bias), product(rows, up, *up_bias))
@@ -336,9 +339,9 @@ def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
         x: Array,
         weights: Array,
         chosen: Array,
-        gate: Array,
-        up: Array,
-        down: Array,
+        gate: Array | Quantized,
+        up: Array | Quantized,
+        down: Array | Quantized,
         *biases: Array,
         activation: Activation = "silu",
     ) -> Array:
@@ -348,7 +351,7 @@ def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
         shared = tuple(name for name in _names(tokens[0]) if name in expert_axes)
 
         inner = PartitionSpec(wide[0], wide[2])
-        in_specs = (*(tokens,) * 3, wide, wide, inner)
+        in_specs = (*(tokens,) * 3, _specs(gate, wide), _specs(up, wide), _specs(down, inner))
         if biases:
             in_specs = (*in_specs, inner, inner, PartitionSpec(wide[0]))
 
@@ -359,9 +362,9 @@ def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
             x: Array,
             weights: Array,
             chosen: Array,
-            gate: Array,
-            up: Array,
-            down: Array,
+            gate: Array | Quantized,
+            up: Array | Quantized,
+            down: Array | Quantized,
             *biases: Array,
         ) -> Array:
             if biases and _names(wide[2]):
@@ -381,9 +384,18 @@ def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
 
         # The product with 1, which the compiler removes, keeps gradients that are accumulated in
         # place out of the unchecked shard_map: since jax 0.12 it refuses to add to them.
-        return on_shard(x, weights, chosen, gate * 1, up * 1, down * 1, *(b * 1 for b in biases))
+        matrices = jax.tree.map(lambda array: array * 1, (gate, up, down, *biases))
+        return on_shard(x, weights, chosen, *matrices)
 
     return experts
+
+
+def _specs(w: Array | Quantized, whole: PartitionSpec) -> Any:
+    """Return the spec of a matrix; the scales of a quantized one have size 1 in its inputs."""
+    if not isinstance(w, Quantized):
+        return whole
+    parts = (part if size > 1 else None for part, size in zip(whole, w.scale.shape, strict=False))
+    return Quantized(whole, PartitionSpec(*parts))
 
 
 def _sampled(key: PRNGKeyArray, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[Array]:
@@ -395,7 +407,7 @@ def _names(spec: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _grouped(
-    x: Float[Array, "R I"], w: Float[Array, "E I O"], sizes: Int[Array, "E"], block: int
+    x: Float[Array, "R I"], w: Num[Array, "E I O"], sizes: Int[Array, "E"], block: int
 ) -> Float[Array, "R O"]:
     """Compute x · w[e] in the dtype of x, with e the group of the row.
 

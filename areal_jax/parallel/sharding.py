@@ -82,12 +82,15 @@ def shardings(mesh: Mesh, axes: Any, shapes: Any, rules: Rules) -> Any:
     Args:
         mesh: mesh of the arrays.
         axes: tree with the logical axes of every leaf, as tuples.
-        shapes: tree of arrays or ShapeDtypeStructs with the same structure.
+        shapes: tree of arrays or ShapeDtypeStructs with the same structure; several arrays may be
+            in the place of one.
         rules: logical axes to mesh axes.
     """
-    return jax.tree.map(
-        lambda names, leaf: sharding(mesh, names, leaf.shape, rules), axes, shapes, is_leaf=_is_axes
-    )
+
+    def place(names: tuple[str | None, ...], node: Any) -> Any:
+        return jax.tree.map(lambda leaf: sharding(mesh, names, leaf.shape, rules), node)
+
+    return jax.tree.map(place, axes, shapes, is_leaf=_is_axes)
 
 
 def specs(mesh: Mesh, axes: tuple[str | None, ...], tree: Any, rules: Rules) -> Any:

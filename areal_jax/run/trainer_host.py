@@ -176,7 +176,9 @@ class TrainerHost:
         with refusing_what_does_not_fit(plan, self._trainer):
             self._trainer.warm_up()
         self._publisher = ShardPublisher(
-            lambda params: lay_out_params(plan.policy, params, plan.compute_dtype)
+            lambda params: lay_out_params(
+                plan.policy, params, plan.compute_dtype, plan.experiment.engine.weights_dtype
+            )
         )
         return {"version": self._trainer.version, "beside": beside}
 

@@ -213,15 +213,16 @@ def trainer_logp(
     *,
     sign: int = 1,
     compute_dtype: Any = jnp.float32,
+    change: Callable[[Params], Params] = lambda params: params,
 ) -> np.ndarray:
     """Log-probs of the sampled tokens from a full forward over the whole sequence with the
-    parameters of `seed`, or negated."""
+    parameters of `seed`, or negated, or changed."""
     tokens = whole(prompt, completion)
     padded = np.zeros(
         (1, next(length for length in (64, 256, 1024) if len(tokens) <= length)), np.int32
     )
     padded[0, : len(tokens)] = tokens
-    params = jax.tree.map(lambda leaf: sign * leaf, params_of(seed))
+    params = change(jax.tree.map(lambda leaf: sign * leaf, params_of(seed)))
     return np.asarray(_logprobs(params, padded, jnp.float32(temperature), compute_dtype))[
         0, len(prompt) : len(tokens)
     ]
