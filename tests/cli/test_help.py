@@ -61,7 +61,8 @@ def test_version_is_printed(script: str, capsys: pytest.CaptureFixture[str]) -> 
     ("topic", "keys"),
     [
         ("lr", ["trainer.optimizer.learning_rate"]),
-        ("seed", ["seed", *["eval_tasks.seed"] * 2, *["tasks.seed"] * 2]),  # Synthetic, Exercises
+        # Of Synthetic, Exercises and ReasoningGym.
+        ("seed", ["seed", *["eval_tasks.seed"] * 3, *["tasks.seed"] * 3]),
         ("rank", ["policy.lora.rank"]),  # of a record that is left out
         ("kl_coef", ["trainer.reference.kl.coefficient"] * 2),  # in the loss, in the reward
     ],

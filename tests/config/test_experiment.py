@@ -341,8 +341,11 @@ def test_choosing_the_same_class_keeps_its_settings() -> None:
         ("qqq=3", ["unknown setting qqq", "--help"]),
         ("tasks.path=x", ["not a setting of tasks=Synthetic", "tasks=Files"]),
         ("engine=3", ["group of settings", "engine.num_slots"]),
-        ("tasks=File", ["tasks=File", "one of Synthetic, Exercises, Seeds, Files, Hub"]),
-        ("tasks=TaskSource", ["one of Synthetic, Exercises, Seeds, Files, Hub"]),
+        (
+            "tasks=File",
+            ["tasks=File", "one of Synthetic, Exercises, ReasoningGym, Seeds, Files, Hub"],
+        ),
+        ("tasks=TaskSource", ["one of Synthetic, Exercises, ReasoningGym, Seeds, Files, Hub"]),
         ("tasks=Files", ["tasks.path is required", "str"]),
         ("seed=ten", ["seed=ten", "expected int", "'ten'"]),
         ("seed=1.5", ["seed=1.5", "expected int"]),
