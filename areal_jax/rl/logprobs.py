@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.parallel.fsdp import FullySharded
+from areal_jax.parallel.products import wide_einsum
 
 
 def token_logprobs(
@@ -274,18 +275,11 @@ def _gradients(
         d_logits -= (
             softmax * (log_softmax + entropy[..., None]) * (d_entropy / temperature)[..., None]
         )
-    d_hidden = jnp.einsum(
-        "bcv,dv->bcd",
-        d_logits.astype(hidden.dtype),
-        head.astype(hidden.dtype),
-        preferred_element_type=logits.dtype,
-    )
+    narrow = d_logits.astype(hidden.dtype)
+    d_hidden = wide_einsum("bcv,dv->bcd", narrow, head.astype(hidden.dtype), logits.dtype)
     # The narrower factor first: XLA on CPU transposes the first one, with its producers, in a slow
     # strided loop. In float32, so that chunks accumulate in float32.
-    d_head = jnp.einsum(
-        "bcd,bcv->dv", hidden, d_logits.astype(hidden.dtype), preferred_element_type=logits.dtype
-    )
-    return d_hidden, d_head
+    return d_hidden, wide_einsum("bcd,bcv->dv", hidden, narrow, logits.dtype)
 
 
 _predict.defvjp(_predict_forward, _predict_backward)
@@ -446,10 +440,7 @@ def _logits(
     hidden: Float[Array, "B C D"], head: Float[Array, "D V"], temperature: float
 ) -> Float[Array, "B C V"]:
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    return (
-        jnp.einsum("bcd,dv->bcv", hidden, head.astype(hidden.dtype), preferred_element_type=dtype)
-        / temperature
-    )
+    return wide_einsum("bcd,dv->bcv", hidden, head.astype(hidden.dtype), dtype) / temperature
 
 
 def _is_target(targets: Int[Array, "B C"], logits: Float[Array, "B C V"]) -> Bool[Array, "B C V"]:

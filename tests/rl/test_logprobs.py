@@ -53,6 +53,27 @@ def test_logprobs_and_entropy_equal_the_definition(chunk_tokens: int, temperatur
     np.testing.assert_allclose(entropy, expected_entropy, atol=2e-6)
 
 
+def test_gradient_of_a_tied_head_in_bfloat16_is_summed_in_float32() -> None:
+    # XLA on CPU has no product of bfloat16 with float32 sums in the layout of this gradient.
+    rng = np.random.default_rng(0)
+    hidden, embed = (
+        jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((4, 64, 64), (768, 64))
+    )
+    tokens = jnp.asarray(rng.integers(0, 768, (4, 64)))
+
+    def total(embed: jax.Array, dtype: type) -> jax.Array:
+        ones = jnp.ones_like(tokens)
+        return token_logprobs(
+            hidden.astype(dtype), embed.T, tokens, ones, temperature=8.0, chunk_tokens=1000
+        )[0].sum()
+
+    gradient = jax.jit(jax.grad(total), static_argnums=1)
+    narrow, wide = gradient(embed, jnp.bfloat16), gradient(embed, jnp.float32)
+    # Each number is a sum of terms of up to 4 / 8, each rounded to 8 bits: 0.002.
+    np.testing.assert_allclose(narrow, wide, atol=0.02)
+    assert np.abs(wide).max() > 0.5
+
+
 @pytest.mark.parametrize("learns_entropy", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1000, 9])
 @pytest.mark.slow
