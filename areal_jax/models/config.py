@@ -29,8 +29,16 @@ Target = Literal[
     "q_b_proj",
     "kv_a_proj_with_mqa",
     "kv_b_proj",
+    "in_proj_q",
+    "in_proj_k",
+    "in_proj_v",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
 ]
-"""Matrices of a layer, as named by PEFT and transformers; the last four of latent attention."""
+"""Matrices of a layer, as named by PEFT and transformers; of latent attention (..._a_proj and so
+on) and of linear attention (in_proj_..., out_proj), whose files have some of them in one matrix."""
 
 
 @chz.chz

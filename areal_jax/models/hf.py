@@ -514,9 +514,22 @@ def _fusion(
     return None
 
 
-def is_fused(policy: Policy, path: tuple[str, ...]) -> bool:
-    """Return whether the files have a leaf as part of a tensor with others."""
-    return _fusion(policy, path) is not None
+class Fusion(NamedTuple):
+    """A module of transformers whose matrix contains several leaves, along the outputs."""
+
+    module: str
+    """Name in a layer."""
+    num_groups: int
+    """Equal groups of outputs, in each of which the leaves follow each other."""
+
+
+def find_fusion(policy: Policy, path: tuple[str, ...]) -> Fusion | None:
+    """Return the module of which the files have a leaf as a part; None: it has its own."""
+    found = _fusion(policy, path)
+    if found is None:
+        return None
+    name, _, _, num_groups = found
+    return Fusion(name.partition("{}.")[2].removesuffix(".weight"), num_groups)
 
 
 def _name(policy: Policy, name: str) -> str:

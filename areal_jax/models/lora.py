@@ -56,6 +56,11 @@ _LATENT: Mapping[Target, str] = {
     "kv_b_proj": "kv_b",
 }
 
+_LINEAR: tuple[Target, ...] = (
+    *("in_proj_q", "in_proj_k", "in_proj_v"),
+    *("in_proj_z", "in_proj_b", "in_proj_a"),
+)
+
 _PLACES: Mapping[Target, _Place] = {
     "q_proj": _Place(("layers", "attn", "q"), "self_attn.q_proj", 1),
     "k_proj": _Place(("layers", "attn", "k"), "self_attn.k_proj", 1),
@@ -68,11 +73,19 @@ _PLACES: Mapping[Target, _Place] = {
         target: _Place(("layers", "attn", name), f"self_attn.{target}", 1)
         for target, name in _LATENT.items()
     },
+    **{
+        target: _Place(("layers", "linear", target[-1]), f"linear_attn.{target}", 1)
+        for target in _LINEAR
+    },
+    "out_proj": _Place(("layers", "linear", "o"), "linear_attn.out_proj", 2),
 }
 
 _FUSED: Mapping[str, tuple[Target, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkv": _LINEAR[:3],
+    "in_proj_qkvz": _LINEAR[:4],
+    "in_proj_ba": _LINEAR[4:],
 }
 """Matrices of transformers that contain several targets, along the outputs.
 
@@ -494,7 +507,7 @@ class _Tensor(NamedTuple):
 def _tensors(policy: Policy) -> Iterator[_Tensor]:
     leaves = _leaves(abstract(policy))
     for place in map(_PLACES.__getitem__, _targets(policy)):
-        if hf.is_fused(policy, place.path):
+        if hf.find_fusion(policy, place.path) is not None:
             continue
         for letter in ("a", "b"):
             shape = leaves[*place.path, letter].shape
@@ -519,6 +532,8 @@ class _Fused(NamedTuple):
     num_inputs: int
     rank: int
     """Rank of each target."""
+    num_groups: int
+    """Equal groups of outputs, in each of which the targets follow each other."""
 
     def join(self, pairs: Sequence[Sequence[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
         """Make A [ranks, inputs] and the block-diagonal B [outputs, ranks]."""
@@ -548,12 +563,16 @@ class _Fused(NamedTuple):
             )
         return [(a[columns], b[rows, columns]) for rows, columns in self._blocks()]
 
-    def _blocks(self) -> list[tuple[slice, slice]]:
+    def _blocks(self) -> list[tuple[np.ndarray, slice]]:
         """Rows and columns of B of each target."""
-        ends = np.cumsum(self.sizes).tolist()
+        sizes = np.array(self.sizes) // self.num_groups
+        groups = np.arange(self.num_groups)[:, None] * sizes.sum()
         return [
-            (slice(end - size, end), slice(i * self.rank, (i + 1) * self.rank))
-            for i, (end, size) in enumerate(zip(ends, self.sizes, strict=True))
+            (
+                (groups + np.arange(end - size, end)).ravel(),
+                slice(i * self.rank, (i + 1) * self.rank),
+            )
+            for i, (end, size) in enumerate(zip(np.cumsum(sizes), sizes, strict=True))
         ]
 
 
@@ -561,21 +580,28 @@ def _fused_modules(policy: Policy) -> Iterator[_Fused]:
     leaves, targets = _leaves(abstract(policy)), _targets(policy)
     for module, parts in _FUSED.items():
         places = tuple(_PLACES[part] for part in parts)
-        if parts[0] not in targets or not hf.is_fused(policy, places[0].path):
+        fusion = _fusion(policy, module)
+        if parts[0] not in targets or fusion is None:
             continue
         shapes = [leaves[*place.path, "b"].shape for place in places]
-        inside = f"{places[0].module.split('.')[0]}.{module}"
-        for layer in range(shapes[0][0]):
-            name = f"base_model.model.{_layers(policy)}.{layer}.{inside}"
+        for i, layer in enumerate(policy.config.layers_with(places[0].path[1:])):
+            name = f"base_model.model.{_layers(policy)}.{layer}.{fusion.module}"
             yield _Fused(
                 module,
                 (f"{name}.lora_A.weight", f"{name}.lora_B.weight"),
-                layer,
+                i,
                 places,
                 tuple(math.prod(shape[2:]) for shape in shapes),
                 leaves[*places[0].path, "a"].shape[1],
                 _lora(policy).rank,
+                fusion.num_groups,
             )
+
+
+def _fusion(policy: Policy, module: str) -> hf.Fusion | None:
+    """Return the fused module of this name, if the files of the family have it."""
+    found = hf.find_fusion(policy, _PLACES[_FUSED[module][0]].path)
+    return found if found is not None and found.module.endswith(f".{module}") else None
 
 
 def _fused_shapes(policy: Policy, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -615,13 +641,14 @@ def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> P
     places = {target: _PLACES[target] for target in _targets(policy)}
     has = find_targets(policy)
     if missing := [target for target in places if target not in has]:
+        reason = "" if policy.config.moe is None else " (experts have no adapters)"
         raise ValueError(
-            f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}; "
-            f"choose from {', '.join(has)}"
+            f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}"
+            f"{reason}; choose from {', '.join(has)}"
         )
     for module, parts in _FUSED.items():
         lacking = sorted(set(parts) - set(places))
-        is_fused = hf.is_fused(policy, _PLACES[parts[0]].path)
+        is_fused = _fusion(policy, module) is not None
         if is_fused and lacking and len(lacking) < len(parts):
             raise ValueError(
                 f"policy.lora.targets: {policy.config.architecture} has {', '.join(parts)} in one "

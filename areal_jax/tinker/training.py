@@ -38,6 +38,13 @@ _ATTENTION: tuple[Target, ...] = (
     "q_b_proj",
     "kv_a_proj_with_mqa",
     "kv_b_proj",
+    "in_proj_q",
+    "in_proj_k",
+    "in_proj_v",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "out_proj",
 )
 
 

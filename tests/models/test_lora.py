@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from tiny_policies import on_one_device, random_params, tiny_policy
 
 from areal_jax.models import hf, lora
 from areal_jax.models.attention import packed_attention
-from areal_jax.models.config import LoRA
+from areal_jax.models.config import LoRA, Target
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.traits import TRAITS
 
@@ -69,8 +69,14 @@ def of_fixture(family: str) -> tuple[Policy, Params, Params]:
     )
 
 
-# The fused matrices of phi3 have another form when written again.
-@pytest.mark.parametrize("family", [*ADAPTERS, "phi3"])
+# The fused matrices of phi3 and of linear attention have another form when written again.
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(*ADAPTERS, "phi3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5", "qwen3_next")),
+    ],
+)
 def test_adapter_logits_match_peft(family: str) -> None:
     policy, base, adapter = of_fixture(family)
     lora.check_base(FIXTURES / family, str(BASES / family))
@@ -408,8 +414,11 @@ def test_every_family_adds_its_adapter_to_its_weights(architecture: str) -> None
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     if config.latent is not None:
         attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-    targets = attention if config.moe else (*attention, "gate_proj", "up_proj", "down_proj")
+    linear = [target for target in get_args(Target) if target.startswith(("in_proj_", "out_"))]
+    mlp = () if config.moe else ("gate_proj", "up_proj", "down_proj")
+    targets = (*attention, *mlp, *(linear if config.linear else ()))
     policy = Policy(config, LoRA(rank=2, targets=targets))
+    assert set(lora.find_targets(policy)) == set(targets)
     base = random_params(policy)
     adapter = jax.tree.map(
         lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape) / 4,
@@ -426,9 +435,26 @@ def test_every_family_adds_its_adapter_to_its_weights(architecture: str) -> None
 
 def test_expert_targets_of_deepseek_are_refused() -> None:
     policy = adapted("DeepseekV3ForCausalLM", targets=("o_proj", "gate_proj"))
-    expected = "has no gate_proj; choose from o_proj, q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b"
+    expected = (
+        r"has no gate_proj \(experts have no adapters\); choose from o_proj, q_a_proj, q_b_proj"
+    )
     with pytest.raises(ValueError, match=expected):
         lora.abstract(policy)
+
+
+def test_adapter_of_linear_attention_is_saved_by_the_names_of_peft(tmp_path: Path) -> None:
+    targets = tuple(each for each in get_args(Target) if each.startswith(("in_proj_", "out_")))
+    policy = adapted("Qwen3NextForCausalLM", targets=targets)
+    adapter = random_adapter(policy)
+    lora.save(tmp_path, policy, adapter, "base")
+    read = Policy(policy.config, lora.read_config(tmp_path))
+    assert read.lora is not None and set(read.lora.targets) == set(targets)
+    jax.tree.map(np.testing.assert_array_equal, lora.load(tmp_path, read, placed(read)), adapter)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    fused = "base_model.model.model.layers.{}.linear_attn.in_proj_qkvz.lora_A.weight"
+    # Four matrices of rank 3 with 16 inputs, in all layers but the second.
+    assert tensors[fused.format(3)].shape == (12, 16)
+    assert fused.format(1) not in tensors
 
 
 def test_latent_adapter_is_saved_by_the_names_of_peft(tmp_path: Path) -> None:

@@ -40,6 +40,22 @@ ADAPTERS = {
     ),
 }
 
+# Linear attention in some layers; its matrices are fused, in qwen3_next for each key head by itself.
+LINEAR_ADAPTERS = {
+    "qwen3_5": LoraConfig(
+        r=2,
+        lora_alpha=3,
+        target_modules=["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"],
+        task_type="CAUSAL_LM",
+    ),
+    "qwen3_next": LoraConfig(
+        r=2,
+        lora_alpha=3,
+        target_modules=["in_proj_qkvz", "in_proj_ba", "out_proj"],
+        task_type="CAUSAL_LM",
+    ),
+}
+
 LANGUAGE = r"model\.language_model\.layers\.\d+\.(mlp\.up_proj|self_attn\.o_proj|self_attn\.q_proj)"
 
 VISION_ADAPTERS = {
@@ -52,13 +68,7 @@ VISION_ADAPTERS = {
 def main() -> None:
     here = Path(__file__).parent
     torch.manual_seed(0)
-    for family, config in ADAPTERS.items():
-        base = AutoModelForCausalLM.from_pretrained(
-            here.parent / "parity" / family, dtype=torch.float32
-        )
-        model = adapt(base, config)
-        tokens = torch.randint(base.config.vocab_size, (2, 16))
-        save(model, here / family, "parity", tokens, model(tokens).logits)
+    adapt_text(here, ADAPTERS)
     for family, config in VISION_ADAPTERS.items():
         folder = here.parent / "parity_vision" / family
         base = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -71,6 +81,17 @@ def main() -> None:
             image_grid_thw=torch.cat([torch.ones(len(grids), 1), grids], 1).long(),
         ).logits
         save(model, here / family, "parity_vision", tokens, logits)
+    adapt_text(here, LINEAR_ADAPTERS)
+
+
+def adapt_text(here: Path, adapters: dict[str, LoraConfig]) -> None:
+    for family, config in adapters.items():
+        base = AutoModelForCausalLM.from_pretrained(
+            here.parent / "parity" / family, dtype=torch.float32
+        )
+        model = adapt(base, config)
+        tokens = torch.randint(base.config.vocab_size, (2, 16))
+        save(model, here / family, "parity", tokens, model(tokens).logits)
 
 
 def adapt(base: PreTrainedModel, config: LoraConfig) -> PeftModel:
