@@ -227,6 +227,42 @@ FAMILY_KEYS: Final[dict[Family, Mapping[str, Rule]]] = {
         "use_sliding_window": Only((False, None)),
         "sliding_window": Only((None,)),
     },
+    "SeedOssForCausalLM": {
+        "attention_out_bias": Only((False, None)),
+        # Of pretraining: trainer and engine must compute the same log-probs.
+        **dict.fromkeys(("attention_dropout", "residual_dropout"), "harmless"),
+    },
+    "Ernie4_5ForCausalLM": {
+        **_NO_BIASES,
+        "use_bias": Only((False, None)),
+    },
+    "OlmoeForCausalLM": {
+        **dict.fromkeys(
+            (
+                "num_experts",
+                "num_local_experts",
+                "num_experts_per_tok",
+                "norm_topk_prob",
+                "router_aux_loss_coef",
+            ),
+            "read",
+        ),
+        "clip_qkv": Only((None,)),
+    },
+    "MixtralForCausalLM": {
+        **_NO_BIASES,
+        **dict.fromkeys(
+            (
+                "num_experts",
+                "num_local_experts",
+                "num_experts_per_tok",
+                "router_aux_loss_coef",
+                "sliding_window",
+            ),
+            "read",
+        ),
+        "router_jitter_noise": Only((0.0, None)),
+    },
     "MistralForCausalLM": {**_NO_BIASES, "sliding_window": "read"},
     "MinistralForCausalLM": {**_NO_BIASES, "sliding_window": "read"},
     "Olmo2ForCausalLM": {},

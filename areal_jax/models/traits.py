@@ -172,6 +172,58 @@ TRAITS: dict[str, Traits] = {
         not_null=("head_dim", "num_key_value_heads"),
     ),
     "LlamaForCausalLM": Traits("llama", not_null=()),
+    "SeedOssForCausalLM": Traits(
+        "seed_oss",
+        {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        has_output_bias=False,
+    ),
+    "Ernie4_5ForCausalLM": Traits(
+        "ernie4_5",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+        },
+        rope_interleaved=True,
+    ),
+    "OlmoeForCausalLM": Traits(
+        "olmoe",
+        {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}
+        | {"router_aux_loss_coef": 0.01},
+        qk_norm=True,
+        qk_norm_over="heads",
+        is_moe=True,
+        expert_keys={"moe_intermediate_size": "intermediate_size"},
+    ),
+    "MixtralForCausalLM": Traits(
+        "mixtral",
+        {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+        windows=Windows(is_optional=False, by_layer=False),
+        is_moe=True,
+        expert_keys={
+            "num_experts": "num_local_experts",
+            "moe_intermediate_size": "intermediate_size",
+            "norm_topk_prob": None,
+        },
+        not_null=(),
+        tensor_names={f"{_LAYER}mlp.gate.weight": f"{_LAYER}block_sparse_moe.gate.weight"}
+        | {
+            f"{_EXPERTS}{{}}.{name}_proj.weight": (
+                f"{_LAYER}block_sparse_moe.experts.{{}}.{own}.weight"
+            )
+            for name, own in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
+    ),
     "MistralForCausalLM": Traits(
         "mistral",
         {"num_key_value_heads": 8, "sliding_window": 4096},

@@ -70,6 +70,10 @@ LINEAR = {
 FAMILY: dict[str, Mapping[str, object]] = {
     "Qwen3MoeForCausalLM": EXPERTS,
     "Qwen3ForCausalLM": {"head_dim": 4},
+    "SeedOssForCausalLM": {"head_dim": 4},
+    "Ernie4_5ForCausalLM": {"head_dim": 4},
+    "OlmoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Glm4ForCausalLM": {"head_dim": 4, "attention_bias": True},
     # The third of three layers has no window.
     "Gemma3ForCausalLM": {"head_dim": 4, "sliding_window": 3, "sliding_window_pattern": 3},

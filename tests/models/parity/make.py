@@ -39,6 +39,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4Config,
@@ -51,10 +53,14 @@ from transformers import (
     MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -68,6 +74,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
@@ -228,6 +236,35 @@ def later_families() -> dict[str, PreTrainedModel]:
                 head_dim=8,
                 sliding_window=4,
                 layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+                **tokens,
+            )
+        ),
+        "seed_oss": SeedOssForCausalLM(
+            SeedOssConfig(
+                **sampled_sizes(19),
+                head_dim=12,
+                rope_parameters={"rope_theta": 1000.0} | YARN,
+                **tokens,
+            )
+        ),
+        "ernie4_5": Ernie4_5ForCausalLM(Ernie4_5Config(**sampled_sizes(20), head_dim=8, **tokens)),
+        "olmoe": OlmoeForCausalLM(
+            OlmoeConfig(
+                **sampled_sizes(21),
+                num_experts=5,
+                num_experts_per_tok=2,
+                attention_bias=True,
+                router_aux_loss_coef=0.1,
+                **tokens,
+            )
+        ),
+        "mixtral": MixtralForCausalLM(
+            MixtralConfig(
+                **sampled_sizes(22),
+                num_local_experts=5,
+                num_experts_per_tok=2,
+                sliding_window=5,
+                router_aux_loss_coef=0.1,
                 **tokens,
             )
         ),
