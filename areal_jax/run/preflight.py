@@ -38,6 +38,7 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.records import Group
 from areal_jax.run.checks import find_unreadable
 from areal_jax.run.make_plan import find_examples, load_task_sets
+from areal_jax.run.models import find_image_reader, load_tokenizer
 from areal_jax.run.plan import TrainingPlan
 from areal_jax.run.preflight_findings import (
     Finding,
@@ -114,8 +115,8 @@ def run_preflight(experiment: AnyExperiment, source: str | None) -> PreflightRep
     experiment = _on_one_device(experiment, folder)
     with config_errors():
         ignored = experiment.policy.ignore_config_keys
-        tokenizer = HFTokenizer.from_folder(folder, ignored)
         model = read_config(folder, ignored, is_adapted=True, long_rope=experiment.policy.long_rope)
+        tokenizer = load_tokenizer(folder, find_image_reader(folder, model), ignored)
     if problems := list(find_unreadable(experiment, model, tokenizer)):
         raise ConfigError("\n".join(problems))
     with TemporaryDirectory() as scratch:

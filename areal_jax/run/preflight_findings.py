@@ -153,7 +153,7 @@ def find_no_signal(
     for trials in groups:
         made = [trial for trial in trials if trial.samples]
         rewards_G = np.array([trial.reward for trial in made], np.float64)
-        num_sampled_G = np.array([trial.samples[-1].loss_mask.sum() for trial in made])
+        num_sampled_G = np.array([trial.samples[-1].loss_mask.sum() for trial in made], np.int64)
         shaped_G = shape_rewards(
             experiment.trainer.shaping, rewards_G, num_sampled_G, max_new_tokens
         )

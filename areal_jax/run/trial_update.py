@@ -132,6 +132,31 @@ def _with_rows(plan: TrainingPlan, longest: int) -> TrainingPlan:
 
 
 def _shrink(model: ModelConfig, tokenizer: HFTokenizer) -> ModelConfig:
+    if model.vision is not None:
+        # One block, which sees everything; patches and positions are those of the images.
+        tower = replace(
+            model.vision,
+            depth=1,
+            hidden_size=32,
+            intermediate_size=64,
+            num_heads=2,
+            out_hidden_size=32,
+            fullatt_block_indexes=(0,) if model.vision.fullatt_block_indexes else (),
+            deepstack_visual_indexes=(0,) if model.vision.deepstack_visual_indexes else (),
+        )
+        # Of the original head size, which the sections of M-RoPE share.
+        return replace(
+            model,
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.stop_token_ids,
+            vision=tower,
+        )
     return ModelConfig(
         architecture="Qwen2ForCausalLM",
         vocab_size=tokenizer.vocab_size,
