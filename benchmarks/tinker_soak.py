@@ -82,7 +82,7 @@ class Tenant:
             .create_lora_training_client(base_model="embedded", rank=RANKS[number], seed=number)
             .result()
         )
-        self.outputs = list[str]()
+        self.outputs = list[dict[str, str]]()
         self.num_cancelled = 0
 
     def step(self, cancels: bool) -> None:
@@ -104,7 +104,13 @@ class Tenant:
             self._cancel_one(sampler._sampling_session_id, batch[0])
         samples = [(each.tokens, each.logprobs) for each in sampling.result().sequences]
         logprobs = [each["logprobs"].data for each in future.result().loss_fn_outputs]
-        self.outputs.append(repr((norm, samples, [list(each) for each in logprobs])))
+        parts = {
+            "grad_norm": norm,
+            "tokens": [tokens for tokens, _ in samples],
+            "sampled_logprobs": [logp for _, logp in samples],
+            "logprobs": [list(each) for each in logprobs],
+        }
+        self.outputs.append({name: repr(value) for name, value in parts.items()})
 
     def _cancel_one(self, sampler: str, prompt: list[int]) -> None:
         """Submit another sampling request and cancel it; the server may be down."""
@@ -157,15 +163,22 @@ def soak(run_folder: str, seconds: float, kill_every_s: float) -> tuple[list[Ten
     return tenants, memory
 
 
-def replay(url: str, number: int, tenant: Tenant, seconds: float) -> tuple[int, int]:
-    """Repeat a tenant's steps alone; return the number of steps, and of those that differ."""
-    alone, end_s, num_different = Tenant(url, number), time.monotonic() + seconds, 0
+def replay(
+    url: str, number: int, tenant: Tenant, seconds: float
+) -> tuple[int, list[tuple[int, list[str]]]]:
+    """Repeat a tenant's steps alone; return the number of steps, and those that differ with the
+    names of their outputs that do.
+    """
+    alone, end_s = Tenant(url, number), time.monotonic() + seconds
+    different = list[tuple[int, list[str]]]()
     for expected in tenant.outputs:
         if time.monotonic() > end_s:
             break
         alone.step(cancels=False)
-        num_different += alone.outputs[-1] != expected
-    return len(alone.outputs), num_different
+        found = alone.outputs[-1]
+        if names := [name for name in expected if found[name] != expected[name]]:
+            different.append((len(alone.outputs) - 1, names))
+    return len(alone.outputs), different
 
 
 def main() -> None:
@@ -183,7 +196,7 @@ def main() -> None:
             for number, tenant in enumerate(tenants)
         ]
         server.kill()
-    num_different = sum(different for _, different in compared)
+    num_different = sum(len(different) for _, different in compared)
     row = {
         "label": "measured",
         "seconds": given.seconds,
@@ -192,6 +205,7 @@ def main() -> None:
         "cancelled": sum(tenant.num_cancelled for tenant in tenants),
         "compared_steps": [count for count, _ in compared],
         "different_steps": num_different,
+        "differences": [different[:20] for _, different in compared],
         "server_rss_mib": [round(each) for each in memory],
     }
     append("tinker_soak", row)
