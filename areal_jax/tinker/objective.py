@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -22,6 +23,7 @@ from areal_jax.rl.config import (
     Reinforce,
     Unweighted,
 )
+from areal_jax.rl.importance_weights import sequence_mean
 from areal_jax.rl.kl import kl_loss
 from areal_jax.rl.losses import policy_loss
 from areal_jax.rl.token_losses import positive_nll
@@ -33,6 +35,8 @@ _DEFAULTS: Mapping[str, Mapping[str, float]] = {
     # One-sided, as in the paper.
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
     "dro": {"beta": 0.05},
+    # As in the paper.
+    "gspo": {"clip_low_threshold": 1.0 - 3e-4, "clip_high_threshold": 1.0 + 4e-4},
 }
 """Settings of each loss function with their defaults. Thresholds are bounds of the ratio."""
 
@@ -46,7 +50,12 @@ class SummedLoss(NamedTuple):
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns of the batch that it reads."""
-        return ("weights",) if self.name == "cross_entropy" else ("logprobs", "advantages")
+        match self.name:
+            case "cross_entropy":
+                return ("weights",)
+            case "gspo":
+                return "logprobs", "advantages", "sequence_ratio_mask"
+        return "logprobs", "advantages"
 
 
 def read_loss(name: str, config: Mapping[str, float | str]) -> SummedLoss:
@@ -55,6 +64,11 @@ def read_loss(name: str, config: Mapping[str, float | str]) -> SummedLoss:
     Raises:
         InvalidRequest: it is unknown, or a setting is unknown or out of bounds.
     """
+    if name == "stable_reinforce":
+        raise InvalidRequest(
+            "loss_fn='stable_reinforce' is not supported: its objective is not published; set "
+            f"loss_fn to one of {', '.join(_DEFAULTS)}"
+        )
     if name not in _DEFAULTS:
         raise InvalidRequest(
             f"loss_fn={name[:100]!r}: expected one of {', '.join(_DEFAULTS)}; compute others on "
@@ -94,7 +108,9 @@ def summed_loss(
 
     cross_entropy: -w log theta. importance_sampling: -u A, with u = theta/sampler. ppo: -min(u A,
     clip(u) A). cispo: -clip(u) A log theta, with the ratio as a constant. dro: -A log theta +
-    beta/2 log(u)², over all tokens, also those of the prompt, as Tinker defines it.
+    beta/2 log(u)², over all tokens, also those of the prompt, as Tinker defines it. gspo: as ppo,
+    where u has the value of the geometric mean over the tokens of `sequence_ratio_mask`, and the
+    gradient of the token's own ratio (GSPO-token, arXiv:2507.18071, equation 13).
 
     Args:
         loss: the loss function.
@@ -110,11 +126,16 @@ def summed_loss(
     values, behave_logp = dict(loss.config), columns["logprobs"]
     advantages = columns["advantages"]
     counted = mask if loss.name == "dro" else mask & (advantages != 0.0)
+    proximal_logp = behave_logp
+    if loss.name == "gspo":
+        constant, in_ratio = jax.lax.stop_gradient(logp), columns["sequence_ratio_mask"] != 0.0
+        mean = sequence_mean(constant - behave_logp, mask & in_ratio, segment_ids)
+        proximal_logp = jnp.where(counted, constant - mean, 0.0)
     total = policy_loss(
         _objective(loss.name, values),
         logp,
-        behave_logp,
-        behave_logp,
+        proximal_logp,
+        proximal_logp,
         advantages,
         counted,
         segment_ids,
@@ -133,6 +154,6 @@ def _objective(name: str, values: Mapping[str, float]) -> Loss:
         case "dro":
             return OffPolicyReinforce(importance_weighting=Unweighted())
     low, high = values["clip_low_threshold"], values["clip_high_threshold"]
-    if name == "ppo":
+    if name in ("ppo", "gspo"):
         return PPO(clip_eps=1.0 - low, clip_eps_high=high - 1.0)
     return CISPO(clip_eps_low=None if low == 0.0 else 1.0 - low, clip_eps_high=high - 1.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from areal_jax.errors import InvalidRequest
-from areal_jax.rl.config import CISPO, PPO
+from areal_jax.rl.config import CISPO, GSPO, PPO
 from areal_jax.rl.losses import policy_loss
 from areal_jax.rl.token_losses import sft_loss
 from areal_jax.tinker.objective import SummedLoss, read_loss, summed_loss
@@ -21,6 +21,10 @@ ADVANTAGES = RNG.normal(0.0, 1.0, SHAPE) * (RNG.random(SHAPE) < 0.7)
 WEIGHTS = RNG.random(SHAPE) * (RNG.random(SHAPE) < 0.7)
 MASK = RNG.random(SHAPE) < 0.8
 RATIO = np.exp(LOGP - BEHAVE)
+IN_RATIO = MASK & (RNG.random(SHAPE) < 0.6)
+# Each row is a sequence. The thresholds keep one of three.
+MEAN = np.exp(((LOGP - BEHAVE) * IN_RATIO).sum(1, keepdims=True) / IN_RATIO.sum(1, keepdims=True))
+MEAN_RATIO = np.broadcast_to(MEAN, SHAPE)
 
 # Sums over the targets, with their gradients by hand: the gradient of u = exp(logp - behave) is u.
 EXPECTED = {
@@ -40,11 +44,22 @@ EXPECTED = {
         -(LOGP * ADVANTAGES - 0.025 * (LOGP - BEHAVE) ** 2),
         -(ADVANTAGES - 0.05 * (LOGP - BEHAVE)),
     ),
+    "gspo": (
+        -np.minimum(MEAN_RATIO * ADVANTAGES, np.clip(MEAN_RATIO, 0.9997, 1.0004) * ADVANTAGES),
+        -MEAN_RATIO
+        * ADVANTAGES
+        * ~((ADVANTAGES > 0) & (MEAN_RATIO > 1.0004) | (ADVANTAGES < 0) & (MEAN_RATIO < 0.9997)),
+    ),
 }
 
 
 def value_and_gradient(loss: SummedLoss, logp: np.ndarray = LOGP) -> tuple[float, np.ndarray]:
-    columns = {"weights": WEIGHTS, "logprobs": BEHAVE, "advantages": ADVANTAGES}
+    columns = {
+        "weights": WEIGHTS,
+        "logprobs": BEHAVE,
+        "advantages": ADVANTAGES,
+        "sequence_ratio_mask": IN_RATIO,
+    }
     batch = {name: jnp.asarray(columns[name], jnp.float32) for name in loss.columns}
     value, gradient = jax.value_and_grad(
         lambda x: summed_loss(loss, x, batch, jnp.asarray(MASK), jnp.ones(SHAPE, jnp.int32))
@@ -58,6 +73,25 @@ def test_loss_and_gradient_are_tinkers_sums(name: str) -> None:
     tokens, slopes = EXPECTED[name]
     assert value == pytest.approx((tokens * MASK).sum(), rel=1e-5)
     np.testing.assert_allclose(gradient, slopes * MASK, rtol=1e-5, atol=1e-5)
+
+
+def test_gspo_is_the_projects_where_advantages_are_those_of_sequences() -> None:
+    logp, behave = jnp.asarray(LOGP, jnp.float32), jnp.asarray(BEHAVE, jnp.float32)
+    advantages = jnp.broadcast_to(jnp.array([[1.0], [-2.0], [0.5]]), SHAPE)
+    mask, segments = jnp.asarray(MASK), jnp.ones(SHAPE, jnp.int32)
+    columns = {"logprobs": behave, "advantages": advantages, "sequence_ratio_mask": mask * 1.0}
+
+    def own(logp: jax.Array) -> jax.Array:
+        found = policy_loss(GSPO(), logp, behave, behave, advantages, mask, segments)
+        return found.loss * MASK.sum()
+
+    def tinkers(logp: jax.Array) -> jax.Array:
+        return summed_loss(read_loss("gspo", {}), logp, columns, mask, segments)
+
+    for found, expected in zip(
+        jax.value_and_grad(tinkers)(logp), jax.value_and_grad(own)(logp), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "ppo", "cispo"])
@@ -86,7 +120,9 @@ def test_sums_are_the_projects_means_times_the_tokens(name: str) -> None:
 
 def test_tokens_that_do_not_count_may_have_any_logprob() -> None:
     logp = np.where(MASK & (ADVANTAGES != 0.0), LOGP, -np.inf)
-    for name in ("importance_sampling", "ppo", "cispo"):
+    for name in ("importance_sampling", "ppo", "cispo", "gspo"):
+        if name == "gspo":  # its mean counts these tokens too
+            logp = np.where(MASK & (ADVANTAGES != 0.0) | IN_RATIO, LOGP, -np.inf)
         value, gradient = value_and_gradient(read_loss(name, {}), logp)
         assert value == pytest.approx((EXPECTED[name][0] * MASK).sum(), rel=1e-5)
         assert np.isfinite(gradient).all()
@@ -95,7 +131,8 @@ def test_tokens_that_do_not_count_may_have_any_logprob() -> None:
 @pytest.mark.parametrize(
     ("name", "config", "found"),
     [
-        ("gspo", {}, "expected one of cross_entropy"),
+        ("reinforce", {}, "expected one of cross_entropy"),
+        ("stable_reinforce", {}, "not published; set loss_fn to one of cross_entropy"),
         ("ppo", {"clip_low_threshold": 1.1}, "clip_low_threshold < 1"),
         ("ppo", {"clip_high_threshold": float("nan")}, "at least 0"),
         ("ppo", {"beta": 0.1}, "found beta"),
