@@ -74,11 +74,12 @@ class EngineConfig:
         doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept "
         "(cheaper, drifts); sequences that begin later find nothing of older weights",
     )
-    batch_invariant: bool = chz.field(
-        default=False,
-        doc="the bits of a request do not depend on the others in its batch: prompts are prefilled "
-        "in programs of one number of rows, cached prefixes are reused at multiples of "
-        "prefill_chunk_tokens only, and attention sums over keys in blocks",
+    batch_invariant: Literal["off", "equal_views", "full"] = chz.field(
+        default="off",
+        doc="the bits of a request do not depend on the others in its batch. equal_views: prompts "
+        "are prefilled in programs of one number of rows, and cached prefixes are reused at "
+        "multiples of prefill_chunk_tokens only. full: on CPUs, sequences of all lengths are also "
+        "decoded by one program, which is slower for short ones",
     )
     router_replay: bool = chz.field(
         default=False,

@@ -297,11 +297,12 @@ class DecodeEngine:
         for (verb, length), by_shard in waiting.items():
             while (most := max(map(len, by_shard))) > 0:
                 counts = shapes.row_counts(length)
-                # A few are cheaper one by one than in a batch that is mostly padding.
-                is_few = verb.startswith("prefill") and (
-                    self.config.batch_invariant or 2 * most * self.num_shards <= counts[-1]
-                )
-                rows = counts[0] if is_few else counts[-1]
+                if self.config.batch_invariant != "off":
+                    rows = counts[0] if shapes.prefills_one_by_one(length) else counts[-1]
+                else:
+                    # A few are cheaper one by one than in a batch that is mostly padding.
+                    is_few = 2 * most * self.num_shards <= counts[-1]
+                    rows = counts[0] if is_few and verb.startswith("prefill") else counts[-1]
                 each = rows // self.num_shards
                 now = [shard[:each] for shard in by_shard]
                 batch = self._prefill_batch(now, each, length)

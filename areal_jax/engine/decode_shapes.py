@@ -37,6 +37,9 @@ from areal_jax.parallel.sharding import (
     shardings,
 )
 
+PADDED_TOKENS = 512
+"""Most tokens of a prefill call on CPUs that may be mostly padding."""
+
 SHORTEST_PREFILL, SHORTEST_VIEW = 32, 128
 """Smallest lengths for which programs are compiled, in tokens."""
 
@@ -110,6 +113,9 @@ class DecodeShapes:
         self.insert_lengths = doublings(SHORTEST_PREFILL, most)
         longer = [length for length in self.insert_lengths if length >= SHORTEST_VIEW]
         self.view_lengths = (longer or self.insert_lengths[-1:]) if self.reader == "view" else []
+        if config.batch_invariant == "full":
+            # XLA has another kernel for products over a longer view, with other bits.
+            self.view_lengths = self.view_lengths[-1:]
         self.prefill_lengths = doublings(SHORTEST_PREFILL, min(most, config.prefill_chunk_tokens))
         # They take longer to compile and are rarely long: every second length is enough.
         self.extend_lengths = self.prefill_lengths[::-2][::-1]
@@ -230,6 +236,13 @@ class DecodeShapes:
         is_prompt = length <= at_least(self.prefill_lengths, longest)
         return sorted({1, most}) if is_prompt and shards == 1 else [most]
 
+    def prefills_one_by_one(self, length: int) -> bool:
+        """Return whether a batch-invariant engine computes chunks of this length in programs of one
+        row: padding of short ones costs less than a call does, and accelerators have room for all.
+        """
+        platform = self.mesh.devices.flat[0].platform
+        return platform == "cpu" and self.row_counts(length)[-1] * length > PADDED_TOKENS
+
     def experts(self, *leading: int) -> tuple[int, ...]:
         """Return the shape of recorded experts, [.., L, k]."""
         moe = self.policy.config.moe
@@ -318,9 +331,9 @@ def _check(config: EngineConfig, mesh: Mesh) -> None:
             "rollout devices that share the slots; set engine.num_slots to a multiple of "
             f"{mesh.shape['data']}"
         )
-    if config.batch_invariant and config.kv_tokens:
+    if config.batch_invariant != "off" and config.kv_tokens:
         raise ValueError(
-            f"engine.kv_tokens={config.kv_tokens} with engine.batch_invariant=true: a preempted "
+            f"engine.kv_tokens={config.kv_tokens} with engine.batch_invariant: a preempted "
             "sequence is prefilled with its samples, which gives other bits; set engine.kv_tokens=0"
         )
     if config.max_prompt_tokens < 1:

@@ -6,7 +6,6 @@ steps of one dispatch, A top logprobs.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +27,7 @@ from areal_jax.engine.decode_state import (
     read_field,
     split_caches,
 )
-from areal_jax.engine.decode_view import Blocks, attend_to_view, settle
+from areal_jax.engine.decode_view import attend_to_view, settle
 from areal_jax.engine.prefill import recorded_experts, write_pages
 from areal_jax.models.decoder import Attend
 from areal_jax.models.delta_rule import sharded_recurrence
@@ -120,11 +119,6 @@ class _Dispatch:
             state.view[0][0].shape[3] - self._num_steps if state.view else 0, dtype=jnp.int32
         )
         self._past = columns < self._position[:, None]
-        self._blocks = None
-        if shapes.config.batch_invariant and self._reads_view:
-            size = math.gcd(*shapes.view_lengths)
-            used = jnp.max(self._position * (self._field("active") > 0))
-            self._blocks = Blocks(self._num_steps, size, -(-used // size))
         # Position in its sequence of the token in each column.
         self._positions = jnp.concatenate(
             [
@@ -235,7 +229,6 @@ class _Dispatch:
                 jnp.concatenate([fresh, self._past], axis=1),
                 (self._position + i)[:, None] - self._positions,
                 self._shapes.kv_dtype,
-                self._blocks,
             )
         # A slot that samples nothing writes nothing, and reads almost nothing.
         starts = jnp.where(active, self._position + i, 0)

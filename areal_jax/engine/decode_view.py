@@ -10,8 +10,6 @@ pages of a slot's table.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -23,23 +21,8 @@ from areal_jax.models.decoder import Attend
 from areal_jax.models.paged_attention import Pages, as_stored, read_pages
 
 
-class Blocks(NamedTuple):
-    """Blocks of columns of a view, whose first columns are those of the dispatch."""
-
-    first: int
-    """Number of the first columns, which are a block of their own."""
-    size: int
-    """Columns of the others; it divides their number."""
-    used: Int32[Array, ""]
-    """Number of others that are in use."""
-
-
 def attend_to_view(
-    step: Int32[Array, ""],
-    seen: Bool[Array, "S C"],
-    ages: Int32[Array, "S C"],
-    kv_dtype: DTypeLike,
-    blocks: Blocks | None = None,
+    step: Int32[Array, ""], seen: Bool[Array, "S C"], ages: Int32[Array, "S C"], kv_dtype: DTypeLike
 ) -> Attend:
     """Attend from one new token per slot to the columns `seen`, including the token's own.
 
@@ -51,13 +34,7 @@ def attend_to_view(
         seen: Columns to attend to.
         ages: Number of tokens from each column to the new one.
         kv_dtype: Data type of the KV cache.
-        blocks: Attend to blocks of columns, one after the other.
     """
-
-    def attention(q: Array, keys: Array, values: Array, near: Array, sinks: Array | None) -> Array:
-        if blocks is None:
-            return masked_attention(q, keys, values, near[:, None], sinks)
-        return blockwise_attention(q, keys, values, near, blocks, sinks)
 
     def attend(
         q: Float[Array, "S 1 N H"],
@@ -73,62 +50,13 @@ def attend_to_view(
         keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k.transpose(0, 2, 3, 1), step, 3)
         near = seen if window is None else seen & (ages < window)
         if v is None or cache[1] is None:
-            return attention(q, keys, keys.swapaxes(2, 3), near, sinks), (keys, None)
+            out = masked_attention(q, keys, keys.swapaxes(2, 3), near[:, None], sinks)
+            return out, (keys, None)
         v = as_stored(v, kv_dtype)
         values = jax.lax.dynamic_update_slice_in_dim(cache[1], v.swapaxes(1, 2), step, 2)
-        return attention(q, keys, values, near, sinks), (keys, values)
+        return masked_attention(q, keys, values, near[:, None], sinks), (keys, values)
 
     return attend
-
-
-def blockwise_attention(
-    q: Float[Array, "S 1 N H"],
-    k: Float[Array, "S K H C"],
-    v: Float[Array, "S K C H"],
-    mask: Bool[Array, "S C"],
-    blocks: Blocks,
-    sinks: Float[Array, "N"] | None = None,
-) -> Float[Array, "S 1 N H"]:
-    """Compute `masked_attention` of one query in a loop over blocks of columns.
-
-    All products have the shape of a block, and blocks are added in order, so that a row has the
-    same bits in views of any length: on CPUs the product of a longer view has another kernel, which
-    sums in another order.
-    """
-    S, _, N, H = q.shape
-    K, first, size = k.shape[1], blocks.first, blocks.size
-    low = jnp.finfo(jnp.float32).min
-    q = (q * jnp.asarray(H**-0.5, q.dtype)).reshape(S, K, N // K, H)
-
-    def part(x: Array, i: Array, axis: int) -> Array:
-        return jax.lax.dynamic_slice_in_dim(x, first + i * size, size, axis)
-
-    def score(keys: Array, seen: Array) -> Array:
-        product = jnp.matmul(q, keys, preferred_element_type=jnp.float32)
-        return jnp.where(seen[:, None, None], product, low)
-
-    def weigh(scores: Array, values: Array) -> tuple[Array, Array]:
-        exp = jnp.exp(scores - highest)
-        product = jnp.matmul(exp.astype(v.dtype), values, preferred_element_type=jnp.float32)
-        return exp.sum(axis=-1, keepdims=True), product
-
-    def score_block(i: Array, scores: Array) -> Array:
-        return scores.at[i].set(score(part(k, i, 3), part(mask, i, 1)))
-
-    def weigh_block(i: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        return jax.tree.map(jnp.add, sums, weigh(scores[i], part(v, i, 2)))
-
-    newest = score(k[..., :first], mask[:, :first])
-    none = jnp.full(((k.shape[3] - first) // size, S, K, N // K, size), low)
-    scores = jax.lax.fori_loop(0, blocks.used, score_block, none)
-    highest = jnp.maximum(newest.max(-1), scores.max((0, -1)))[..., None]
-    if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(K, N // K, 1)
-        highest = jnp.maximum(highest, sinks)
-    total, out = jax.lax.fori_loop(0, blocks.used, weigh_block, weigh(newest, v[:, :, :first]))
-    if sinks is not None:
-        total = total + jnp.exp(sinks - highest)
-    return (out / total).astype(q.dtype).reshape(S, 1, N, H)
 
 
 def settle(view: View, position: Int32[Array, "S"], num_steps: int) -> View:

@@ -51,7 +51,7 @@ class Scheduler:
             table,
             config.prefill_chunk_tokens,
             has_states=has_states,
-            batch_invariant=config.batch_invariant,
+            batch_invariant=config.batch_invariant != "off",
         )
         self.slots = SlotTable(config.num_slots, config.max_new_tokens, config.steps_per_dispatch)
         self.waiting: OrderedDict[str, SequenceGroup] = OrderedDict()

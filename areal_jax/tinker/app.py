@@ -78,6 +78,9 @@ class App:
         router.add_delete(
             "/api/v1/training_runs/{model}/checkpoints/{kind}/{name}", self._delete_checkpoint
         )
+        router.add_put(
+            "/api/v1/training_runs/{model}/checkpoints/{kind}/{name}/ttl", self._set_checkpoint_ttl
+        )
         router.add_get("/api/v1/checkpoints", self._all_checkpoints)
 
     def close(self) -> None:
@@ -235,6 +238,14 @@ class App:
         found = request.match_info
         self._service.catalog.delete_checkpoint(found["model"], f"{found['kind']}/{found['name']}")
         return web.Response(status=204)
+
+    async def _set_checkpoint_ttl(self, request: web.Request) -> web.Response:
+        body, _ = await self._body(request, bodies.CheckpointTtl)
+        found = request.match_info
+        self._service.catalog.set_checkpoint_ttl(
+            found["model"], f"{found['kind']}/{found['name']}", body.ttl_seconds
+        )
+        return web.json_response({})
 
 
 def _page(request: web.Request) -> tuple[int, int]:

@@ -11,6 +11,8 @@ from areal_jax.errors import InvalidRequest
 
 Id = Annotated[str, Field(min_length=1, max_length=300)]
 Number = Annotated[int, Field(ge=0, lt=1 << 62)]
+Ttl = Annotated[int, Field(ge=1, le=10 * 365 * 86400)]
+"""Seconds until something expires."""
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -65,6 +67,7 @@ class SaveWeights(Body):
     seq_id: Number
     path: str | None = None
     overwrite: bool = False
+    ttl_seconds: Ttl | None = None
     user_metadata: dict[str, Any] | None = None
 
 
@@ -74,6 +77,7 @@ class SaveWeightsForSampler(Body):
     path: str | None = None
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: Ttl | None = None
     user_metadata: dict[str, Any] | None = None
 
 
@@ -131,6 +135,10 @@ class Sample(Body):
 
 class RetrieveFuture(Body):
     request_id: Id
+
+
+class CheckpointTtl(Body):
+    ttl_seconds: Ttl | None
 
 
 class WeightsInfo(Body):

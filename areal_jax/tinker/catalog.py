@@ -92,6 +92,9 @@ class Catalog:
     def delete_checkpoint(self, model: str, checkpoint: str) -> None:
         self._queue.delete_checkpoint(f"{SCHEME}{model}/{checkpoint}")
 
+    def set_checkpoint_ttl(self, model: str, checkpoint: str, ttl_s: int | None) -> None:
+        self._queue.set_checkpoint_ttl(f"{SCHEME}{model}/{checkpoint}", ttl_s)
+
     def weights_info(self, body: bodies.WeightsInfo) -> dict[str, Any]:
         self._queue.folder_of(body.tinker_path)
         shape = self._queue.shape_of(body.tinker_path)
@@ -107,6 +110,7 @@ class Catalog:
 
 
 def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
+    expires = row.fields.get("expires")
     return {
         "checkpoint_id": row.path.removeprefix(f"{SCHEME}{row.model}/"),
         "checkpoint_type": row.kind,
@@ -115,6 +119,7 @@ def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
         "size_bytes": row.size,
         "public": False,
         "user_metadata": row.fields.get("user_metadata"),
+        "expires_at": expires and _time(expires),
     }
 
 

@@ -200,7 +200,10 @@ class TinkerConfig:
     )
     engine: EngineConfig = chz.field(
         default_factory=lambda: EngineConfig(
-            num_slots=16, max_prompt_tokens=512, max_new_tokens=512, batch_invariant=True
+            num_slots=16,
+            max_prompt_tokens=512,
+            max_new_tokens=512,
+            batch_invariant="equal_views",
         ),
         doc="decoding; temperature, top_k and top_p come from requests",
     )

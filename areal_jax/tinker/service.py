@@ -190,6 +190,7 @@ class Service:
             limit = time.monotonic() - self.config.limits.session_timeout_s
             for session in [name for name, heard_s in self._heard_s.items() if heard_s < limit]:
                 self._end_session(session)
+            self._queue.expire_checkpoints()
             for sampler in self._samplers:
                 self._journal.expire_requests(sampler, self.config.limits.result_ttl_s)
             await self._queue.call(self._queue.move_idle)

@@ -234,6 +234,21 @@ class TrainingQueue:
         del self.checkpoints[path]
         shutil.rmtree(folder, ignore_errors=True)
 
+    def set_checkpoint_ttl(self, path: str, ttl_s: int | None) -> None:
+        """Let a checkpoint expire so many seconds from now; None: never."""
+        self.folder_of(path)
+        row = self.checkpoints[path]
+        row.fields["expires"] = _expiry(ttl_s)
+        self._journal.add_checkpoint(row)
+
+    def expire_checkpoints(self) -> None:
+        """Delete the checkpoints whose time is over."""
+        now = time.time()
+        for path, row in list(self.checkpoints.items()):
+            if (expires := row.fields.get("expires")) is not None and expires <= now:
+                logger.info("checkpoint expired: %s", path)
+                self.delete_checkpoint(path)
+
     async def _finish(self, entry: QueuedModel, row: RequestRow, done: OperationResult) -> None:
         """Store what an operation did; its result comes before the snapshot that contains it."""
         if done.checkpoint is not None:
@@ -466,6 +481,7 @@ class TrainingQueue:
             "step": model.step,
             "request": row.id,
             "user_metadata": body.get("user_metadata"),
+            "expires": _expiry(body.get("ttl_seconds")),
         }
         operation = "save_weights" if kind == "weights" else "save_weights_for_sampler"
         return OperationResult(*json_result(path=path, type=operation), checkpoint=checkpoint)
@@ -506,3 +522,8 @@ class TrainingQueue:
             )
             done.snapshot.parent.mkdir(parents=True, exist_ok=True)
             self._backend.save(self._model(entry), done.snapshot, with_optimizer=True)
+
+
+def _expiry(ttl_s: int | None) -> float | None:
+    """Return the time of day, in seconds, after so many seconds; None: never."""
+    return None if ttl_s is None else time.time() + ttl_s

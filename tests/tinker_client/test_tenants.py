@@ -168,6 +168,36 @@ def test_what_is_idle_leaves_the_devices_and_comes_back(
         assert training.optim_step(ADAM).result().metrics["grad_norm"] > 0
 
 
+def test_checkpoints_expire_also_after_a_restart(
+    policy: Path, tmp_path: Path, quick_compilation: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_jax.tinker.service._EXPIRY_PERIOD_S", 1000.0)
+    with serving(policy, tmp_path) as server:
+        client = service(server.base_url)
+        training = client.create_lora_training_client(base_model=server.model, rank=4).result()
+        model, rest = training.model_id, client.create_rest_client()
+        kept, brief = (
+            training.save_state(name, ttl_seconds=3600).result().path for name in ("kept", "brief")
+        )
+        for each in rest.list_checkpoints(model).result().checkpoints:
+            assert each.expires_at is not None
+            assert abs((each.expires_at - each.time).total_seconds() - 3600) <= 60
+        for path, ttl_s in ((kept, None), (brief, 1)):
+            rest.set_checkpoint_ttl_from_tinker_path(path, ttl_s).result()
+        ttl = f"training_runs/{model}/checkpoints/weights/kept/ttl"
+        for wrong in ({"ttl_seconds": 0}, {"ttl_seconds": "x"}, {}):
+            assert call(server.base_url, ttl, wrong, method="PUT")[0] == 400
+        other = ttl.replace("kept", "..")
+        assert call(server.base_url, other, {"ttl_seconds": 5}, method="PUT")[0] == 404
+    monkeypatch.setattr("areal_jax.tinker.service._EXPIRY_PERIOD_S", 0.05)
+    with serving(policy, tmp_path) as server:
+        end_s, rest = time.monotonic() + 30, service(server.base_url).create_rest_client()
+        while len(found := rest.list_checkpoints(model).result().checkpoints) > 1:
+            assert time.monotonic() < end_s
+        assert [(each.tinker_path, each.expires_at) for each in found] == [(kept, None)]
+    assert [each.name for each in tmp_path.glob("checkpoints/*/weights/*")] == ["kept"]
+
+
 def test_inflight_samplers_share_later_saves(server, client) -> None:
     training = client.create_lora_training_client(base_model=server.model, rank=4, seed=2).result()
     first = training.save_weights_and_get_sampling_client(kind="inflight")
