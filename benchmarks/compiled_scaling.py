@@ -405,15 +405,21 @@ def main() -> None:
 
 def plot(curves: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
     """Plot the curves that are stored, by their names."""
-    figure = Figure(figsize=(12, 7), dpi=120, layout="constrained")
+    panels = {
+        key: papers
+        for key, papers in FIGURE_4.items()
+        if any(name.startswith("{}, {}k,".format(*key)) for name in curves)
+    }
+    width = max(6, 4 * len(panels))
+    figure = Figure(figsize=(width, 4), dpi=120, layout="constrained")
     figure.suptitle(
-        "Compiled and simulated upper bounds (lines); squares: figure 4 of the paper on H800, "
-        f"x {MINI_BATCHES} mini-batches"
+        "Compiled and simulated upper bounds (lines); squares: figure 4 of the paper\non H800, "
+        f"x {MINI_BATCHES} mini-batches",
+        fontsize=9,
     )
     colours = {"v5p": "#c2410c", "h100": "#2563a8", "h200": "#15803d"}
-    for axes, ((model, context), papers) in zip(
-        figure.subplots(2, 3).flat, FIGURE_4.items(), strict=True
-    ):
+    grid = figure.subplots(1, len(panels), squeeze=False).flat
+    for axes, ((model, context), papers) in zip(grid, panels.items(), strict=True):
         shown = {num: MINI_BATCHES * speed for num, (speed, _) in papers.items() if num >= SIZES[0]}
         axes.plot(
             list(shown),
