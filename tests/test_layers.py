@@ -60,7 +60,13 @@ ORDERS = {
             "run.generation",
             "run.scripted_policy",
         ),
-        ("run.plan", "run.callbacks", "run.prompt_limits", "run.rollout_log"),
+        (
+            "run.plan",
+            "run.callbacks",
+            "run.prompt_limits",
+            "run.rollout_log",
+            "run.opponents",
+        ),
         (
             "run.memory_checks",
             "run.frozen_models",

@@ -347,6 +347,11 @@ def _environment(experiment: AnyExperiment) -> Iterator[str]:
             f"workflow.environment={chosen.environment} runs in a process of its own, which must "
             "import it; define it at the top of a file or module"
         )
+    if chosen.opponents and isinstance(experiment.launch, Ray):
+        yield (
+            f"workflow.opponents={','.join(chosen.opponents)} with launch=Ray: opponents are "
+            "decoded in the process of the run; set launch=Local, or leave them out"
+        )
     if experiment.rewards.function is not None:
         yield (
             "rewards.function with workflow=Environment, whose steps have the rewards; leave it out"

@@ -133,7 +133,10 @@ def shown(
         for answer in {answer.grade: answer for answer in reversed(answers[place])}.values():
             if left.setdefault(answer.grade, SHOWN_PER_GRADE):
                 left[answer.grade] -= 1
-                question = tasks[place].prompt[-1].content[:MAX_SHOWN_CHARS]
+                # The prompt of a seed is the environment's.
+                task = tasks[place]
+                question = task.prompt[-1].content if task.prompt else task.id
+                question = question[:MAX_SHOWN_CHARS]
                 yield {
                     "task": tasks[place],
                     "question": question,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import (
     AsyncExitStack,
     asynccontextmanager,
@@ -39,10 +39,12 @@ from areal_jax.rewards.service import RewardService
 from areal_jax.run.checks import find_unreadable
 from areal_jax.run.generation import evaluation_sampling, start_host, workflow_of
 from areal_jax.run.models import DecodingPolicy, decoding_mesh, find_decoding_policy
+from areal_jax.run.opponents import start_opponents
 from areal_jax.run.plan_report import policy_text
 from areal_jax.run.prompt_limits import limit_prompts
 from areal_jax.weights.pinned import Pinned
-from areal_jax.workflows.config import SingleTurn
+from areal_jax.workflows.config import Environment, SingleTurn
+from areal_jax.workflows.environment import Opponent
 
 Ask: TypeAlias = Callable[[int, Task], Awaitable[Sequence[Answer]]]
 """Returns graded answers to a task, given its index and the task."""
@@ -101,10 +103,20 @@ class LocalAnswerer:
         weights = await asyncio.to_thread(decoding.load)
         with closing(EngineLoop(decoding.engine, Pinned(weights))) as engine:
             engine.start()
-            async with through_workflow(
-                self.experiment, decoding.tokenizer, engine, grader, self.version
-            ) as ask:
-                yield ask
+            async with AsyncExitStack() as stack:
+                opponents = await start_opponents(
+                    stack, self.experiment, decoding.engine, decoding.tokenizer
+                )
+                yield await stack.enter_async_context(
+                    through_workflow(
+                        self.experiment,
+                        decoding.tokenizer,
+                        engine,
+                        grader,
+                        self.version,
+                        opponents,
+                    )
+                )
 
 
 def find_local(
@@ -186,7 +198,7 @@ class RemoteAnswerer:
             if self.tokenizer is not None:
                 engine = TokenServer(self.server, self.model, self.tokenizer, self.sampling_mode)
                 async with through_workflow(
-                    experiment, self.tokenizer, engine, grader, self.version
+                    experiment, self.tokenizer, engine, grader, self.version, {}
                 ) as ask:
                     yield ask
             else:
@@ -209,6 +221,12 @@ def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> R
         ValueError: the server does not answer, refuses, has several models, or cannot do what the
             workflow needs.
     """
+    workflow = experiment.workflow
+    if isinstance(workflow, Environment) and workflow.opponents:
+        raise ValueError(
+            f"checkpoint={url} with workflow.opponents={','.join(workflow.opponents)}: the server "
+            "has one policy; evaluate a folder or a run"
+        )
     server = ModelServer(url, os.environ.get(TOKEN_VARIABLE), experiment.engine.request_timeout_s)
     model = server.model()
     try:
@@ -246,11 +264,12 @@ async def through_workflow(
     engine: Engine,
     grader: RewardService,
     version: int,
+    opponents: Mapping[str, Opponent],
 ) -> AsyncIterator[Ask]:
     """Generate as training does, through the experiment's workflow."""
     sampling = evaluation_sampling(experiment, tokenizer.stop_token_ids)
     async with AsyncExitStack() as stack:
-        host = await start_host(stack, experiment, tokenizer)
+        host = await start_host(stack, experiment, tokenizer, opponents)
         workflow = workflow_of(
             experiment, tokenizer, experiment.evaluation.samples_per_task, grader.use, host
         )

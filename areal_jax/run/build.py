@@ -46,6 +46,7 @@ from areal_jax.run.grading import (
 )
 from areal_jax.run.liveness import Liveness
 from areal_jax.run.local_engines import start_engine_loops
+from areal_jax.run.opponents import start_opponents
 from areal_jax.run.periodic_evaluation import PeriodicEvaluation
 from areal_jax.run.plan import Plan, TrainingPlan
 from areal_jax.run.recording import Recording, start_progress, start_recording
@@ -54,6 +55,7 @@ from areal_jax.run.summary import next_commands
 from areal_jax.run.trainer import initial_weights
 from areal_jax.threads import run_in_thread
 from areal_jax.trainer.versions import Versions
+from areal_jax.workflows.environment import Opponent
 
 AnyTrainer = TypeVar("AnyTrainer", bound=VersionedTrainer, covariant=True)
 AnyVersions = TypeVar("AnyVersions", bound=Versions)
@@ -304,8 +306,10 @@ async def build_run(
                     if plan.decodes
                 ),
             )
+        opponents = {}
         if plan.decodes:
             engine.start()
+            opponents = await start_opponents(stack, plan.experiment, plan.engine, plan.tokenizer)
         yield await make_run(
             stack,
             plan,
@@ -318,6 +322,7 @@ async def build_run(
             recording=recording,
             restored=restored,
             control=control or RunControl(),
+            opponents=opponents,
         )
 
 
@@ -334,12 +339,14 @@ async def make_run(
     recording: Recording,
     restored: Columns | None,
     control: RunControl,
+    opponents: Mapping[str, Opponent] | None = None,
 ) -> Run[AnyTrainer]:
     """Put a run together from started components, here or on a cluster.
 
     Args:
         restored: what the checkpoint holds beside the trainer's state.
         control: the caller's callbacks and stop requests.
+        opponents: frozen policies that the workflow names.
     """
     experiment = plan.experiment
     stop = stack.enter_context(stopping_on_signals())
@@ -347,7 +354,7 @@ async def make_run(
     recording.control = control
     if recording.rollout_log is not None:
         engine.on_assignment(recording.rollout_log.assign)
-    host = await start_host(stack, experiment, plan.tokenizer)
+    host = await start_host(stack, experiment, plan.tokenizer, opponents or {})
     traced = TracedGrader(grader, recording.trace)
     state = None if restored is None else decode(restored)[0]
     is_rl = isinstance(experiment, Experiment)

@@ -37,7 +37,7 @@ from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.files import add_file_name
 from areal_jax.metrics.progress import ProgressDisplay, facts_of_evaluation
-from areal_jax.records import Task, task_to_json
+from areal_jax.records import ENVIRONMENT, Task, task_to_json
 from areal_jax.rewards.service import RewardService
 from areal_jax.run.answerers import LocalAnswerer, RemoteAnswerer, find_local, find_server
 from areal_jax.run.callbacks import RunControl
@@ -221,7 +221,11 @@ async def _answer(
     async with AsyncExitStack() as stack:
         with progress.stage("loading", announce=False):
             grader = await stack.enter_async_context(
-                RewardService(experiment.rewards, kinds, find_tools_config(experiment.workflow))
+                RewardService(
+                    experiment.rewards,
+                    kinds - {ENVIRONMENT},
+                    find_tools_config(experiment.workflow),
+                )
             )
             await start_rewards(grader, experiment, tasks, say=progress.say)
             ask = await stack.enter_async_context(answerer.answering(grader))

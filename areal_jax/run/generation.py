@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import TypeAlias
 
@@ -13,7 +14,7 @@ from areal_jax.protocols import Tokenizer, Tools, Workflow
 from areal_jax.records import Sampling
 from areal_jax.workflows.agent import AgentHost, Runner
 from areal_jax.workflows.config import Agent, Environment
-from areal_jax.workflows.environment import EnvironmentHost
+from areal_jax.workflows.environment import EnvironmentHost, Opponent
 from areal_jax.workflows.from_config import make_workflow
 
 WorkflowHost: TypeAlias = AgentHost | EnvironmentHost
@@ -57,17 +58,26 @@ def evaluation_sampling(experiment: AnyExperiment, stop_token_ids: tuple[int, ..
 
 
 async def start_host(
-    stack: AsyncExitStack, experiment: AnyExperiment, tokenizer: HFTokenizer
+    stack: AsyncExitStack,
+    experiment: AnyExperiment,
+    tokenizer: HFTokenizer,
+    opponents: Mapping[str, Opponent] | None,
 ) -> WorkflowHost | None:
     """Start the processes of environments, or those of agents and the server that they call, until
     the stack ends; None where the workflow has neither.
+
+    Args:
+        stack: ends them.
+        experiment: names them.
+        tokenizer: the policy's tokenizer.
+        opponents: those of `workflow.opponents`; None: the policy takes their place.
 
     Raises:
         ConfigError: the agent or environment cannot be loaded.
     """
     config = experiment.workflow
     if isinstance(config, Environment):
-        environments = EnvironmentHost(config)
+        environments = EnvironmentHost(config, opponents)
         stack.push_async_callback(environments.close)
         await environments.start()
         return environments

@@ -23,6 +23,7 @@ from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.trainer.memory_estimate import frozen_bytes, predicted_bytes
 from areal_jax.trainer.state import trained
+from areal_jax.workflows.config import Environment
 from areal_jax.workflows.prompt_budget import Prompts
 
 Memory = Mapping[str, int]
@@ -137,7 +138,7 @@ class Plan(TrainingPlan):
 
     def rollout_bytes(self) -> Memory:
         """Bytes that decoding takes on each device of its mesh: the weights, a second copy of the
-        trained ones during an update, and the KV caches.
+        trained ones during an update, the KV caches, and both of each opponent.
         """
         if not self.decodes:
             return {}
@@ -148,7 +149,14 @@ class Plan(TrainingPlan):
             weights += bytes_per_device(
                 jax.eval_shape(engine.layout, self.policy.abstract()), engine.base_shardings
             )
-        return {"weights": weights, "KV caches": engine.kv_bytes()}
+        sizes = {"weights": weights, "KV caches": engine.kv_bytes()}
+        workflow = self.experiment.workflow
+        if isinstance(workflow, Environment) and workflow.opponents:
+            each = bytes_per_device(
+                jax.eval_shape(engine.layout, self.policy.abstract()), engine.base_shardings
+            )
+            sizes["opponents"] = len(set(workflow.opponents)) * (each + engine.kv_bytes())
+        return sizes
 
 
 def decodes(experiment: AnyExperiment) -> bool:

@@ -83,7 +83,7 @@ class Trials:
         )
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(service)
-            host = await start_host(stack, experiment, self._tokenizer)
+            host = await start_host(stack, experiment, self._tokenizer, opponents=None)
             await start_rewards(service, experiment, say=self._note)
             try:
                 await probe_rewards(service.grade, experiment, eval_tasks.tasks, say=self._note)

@@ -129,6 +129,10 @@ class Environment(WorkflowConfig):
 
     `tasks=Seeds` plays an episode from each seed. Tasks of other sources precede the first
     observation, and `reset` gets them as `options["task"]` if it has that parameter.
+
+    A class with `players`, a tuple of names, has several: observations, actions and rewards are
+    dicts by player, and those who have an observation act next. The policy plays all of them, each
+    on its own view, or one of them against frozen opponents.
     """
 
     environment: str = chz.field(
@@ -139,6 +143,13 @@ class Environment(WorkflowConfig):
     )
     arguments: str = chz.field(
         default="{}", doc='keyword arguments of the class, a JSON object such as {"size": 4}'
+    )
+    opponents: tuple[str, ...] = chz.field(
+        default=(),
+        doc="frozen policies that play against the policy, comma-separated: initial, the one that "
+        "training starts from, or run folders, RUN/checkpoints/VERSION or Hugging Face folders; "
+        "the policy's seat and who has the others are drawn by the seed. Each takes memory for its "
+        "weights and a KV cache on the rollout devices; empty: the policy plays all players",
     )
     max_turns: int = chz.field(
         validator=POSITIVE,

@@ -1,9 +1,10 @@
 """Processes of environments, forked by `rewards.fork_worker`:
 `python -m areal_jax.workflows.environment_worker PARENT_PID SETTINGS`.
 
-Requests: {"number", "make"}, {"number", "reset": {"seed", "task"}}, {"number", "step": TEXT}.
-Replies: {"number"}, {"number", "messages"}, {"number", "messages", "reward", "terminated",
-"truncated"}, or {"number", "error", "trace"}.
+Requests: {"number", "make"}, {"number", "reset": {"seed", "task"}}, {"number", "step": {PLAYER:
+TEXT}}. Replies: {"number", "players"}, {"number", "players", "messages"}, {"number", "messages",
+"rewards", "is_over"}, or {"number", "error", "trace"}. Messages and rewards are by player; the only
+player of an environment without players is ALONE.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from areal_jax.rewards.functions import load_function, reward_number, shown, tra
 
 MEMORY_BYTES = 8 << 30
 """Largest address space of a process."""
+
+ALONE = ""
+"""Name of the player of an environment that has no players."""
 
 Make = Callable[[], Any]
 
@@ -69,28 +73,63 @@ def _serve(connection: socket.socket, make: Make) -> None:
 def _answer(
     environment: Any, request: Mapping[str, Any], finished: Callable[[object], Any]
 ) -> dict[str, Any]:
+    named = tuple(getattr(environment, "players", ()))
+    players = named or (ALONE,)
     if "step" in request:
-        found = finished(environment.step(request["step"]))
+        actions = request["step"]
+        found = finished(environment.step(actions if named else actions[ALONE]))
         if not isinstance(found, tuple) or len(found) != 5:
             raise TypeError(
                 "expected step to return observation, reward, terminated, truncated and info, "
                 f"found {shown(found)}"
             )
         observation, reward, terminated, truncated, _ = found
+        rewards = _by_player("rewards", reward, named)
+        is_over = _holds_for_all(terminated) or _holds_for_all(truncated)
         return {
-            "messages": _messages(observation),
-            "reward": reward_number(reward),
-            "terminated": bool(terminated),
-            "truncated": bool(truncated),
+            "messages": {} if is_over and named else _views(observation, named),
+            "rewards": {player: reward_number(each) for player, each in rewards.items()},
+            "is_over": is_over,
         }
     if "reset" not in request:
-        return {}
+        return {"players": players}
     seed, task = request["reset"]["seed"], task_from_json(request["reset"]["task"])
     options: dict[str, Any] = {}
     if "options" in inspect.signature(environment.reset).parameters:
         options["options"] = {"task": task}
     found = finished(environment.reset(seed=seed, **options))
-    return {"messages": _messages(found[0] if isinstance(found, tuple) else found)}
+    observation = found[0] if isinstance(found, tuple) else found
+    # Players may differ from seed to seed.
+    named = tuple(getattr(environment, "players", ()))
+    return {"players": named or (ALONE,), "messages": _views(observation, named)}
+
+
+def _views(observation: object, players: Sequence[str]) -> dict[str, list[dict[str, str]]]:
+    """The observation of each player that acts next, as messages.
+
+    Raises:
+        TypeError: there is none, or one is no observation.
+    """
+    found = _by_player("observations", observation, players)
+    if not found:
+        raise TypeError("expected observations of the players that act next, found none")
+    return {player: _messages(each) for player, each in found.items()}
+
+
+def _by_player(what: str, found: object, players: Sequence[str]) -> Mapping[str, Any]:
+    if not players:
+        return {ALONE: found}
+    if not isinstance(found, Mapping) or found.keys() - set(players):
+        raise TypeError(
+            f"expected a dict with {what} of some of the players {', '.join(players)}, found "
+            f"{shown(found)}"
+        )
+    return found
+
+
+def _holds_for_all(found: object) -> bool:
+    """Whether an end is the end of every player."""
+    return all(found.values()) if isinstance(found, Mapping) else bool(found)
 
 
 def _messages(observation: object) -> list[dict[str, str]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from areal_jax.rl.config import GAE, GroupNormalized
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.pipeline import SampleLimits, _trajectories, select_tokens
 from areal_jax.workflows.config import Environment
-from areal_jax.workflows.environment import EnvironmentFailed, EnvironmentHost
+from areal_jax.workflows.environment import EnvironmentFailed, EnvironmentHost, Opponent
 from areal_jax.workflows.from_config import make_workflow
 
 TOKENIZER = HFTokenizer.from_folder(Path(areal_jax.__file__).parent / "models" / "embedded")
@@ -93,6 +94,52 @@ class Random(Count):
         return str(os.urandom(4)), {}
 
 
+class Race:
+    """Players add 1 or 2 in turn; who reaches 4 wins."""
+
+    players = ("x", "o")
+
+    def reset(self, seed):
+        self.total, self.turn = seed % 2, 0
+        return {"x": f"x sees {self.total}."}, {}
+
+    def step(self, actions):
+        ((player, text),) = actions.items()
+        self.total, self.turn = self.total + int(text), 1 - self.turn
+        if self.total >= 4:
+            return {}, {each: float(each == player) for each in self.players}, True, False, {}
+        following = self.players[self.turn]
+        return {following: f"{following} sees {self.total}."}, {}, False, False, {}
+
+
+class Together:
+    """Both act at once, twice, and earn their own numbers; b is told of a."""
+
+    players = ("a", "b")
+
+    def reset(self, seed):
+        self.turn = 0
+        return {"a": "Say.", "b": "Say too."}, {}
+
+    def step(self, actions):
+        self.turn += 1
+        rewards = {player: float(text) for player, text in actions.items()}
+        views = {player: f"{player} has {reward}." for player, reward in rewards.items()}
+        return views, rewards, dict.fromkeys(self.players, self.turn == 2), False, {}
+
+
+class Confused(Race):
+    def step(self, actions):
+        ((_, text),) = actions.items()
+        if text == "stranger":
+            return {"y": "Who?"}, {}, False, False, {}
+        if text == "nobody":
+            return {}, {}, False, False, {}
+        if text == "number":
+            return {"o": "x"}, 1.0, False, False, {}
+        return {"o": "o" * (17 << 20)}, {}, False, False, {}
+
+
 class Broken:
     def __init__(self):
         raise OSError("no display")
@@ -114,6 +161,12 @@ def seed(number: int) -> Task:
     return task
 
 
+def completion(text: str) -> Completion:
+    tokens = np.append(TOKENIZER.encode(text), np.int32(TOKENIZER.stop_token_ids[0]))
+    logp, versions = np.full(len(tokens), -1.0), np.zeros(len(tokens))
+    return Completion(tokens, logp.astype(np.float32), versions.astype(np.int32), "stop")
+
+
 def play(
     config: Environment,
     *texts: str,
@@ -121,6 +174,7 @@ def play(
     num_samples: int = 1,
     rewards: RewardConfig = RAW,
     max_prompt_tokens: int = 1000,
+    opponents: Mapping[str, Opponent] | None = None,
 ) -> tuple[tuple[Sample, ...], list[str]]:
     """Samples of scripted turns, taken in order, and the prompts."""
     turns, prompts = iter(texts), list[str]()
@@ -129,17 +183,10 @@ def play(
         prompt: np.ndarray, num_samples: int, **how: object
     ) -> tuple[Completion, ...]:
         prompts.append(TOKENIZER._tokenizer.decode(prompt.tolist(), skip_special_tokens=False))
-        stop = np.int32(TOKENIZER.stop_token_ids[0])
-        found = []
-        for _ in range(num_samples):
-            tokens = np.append(TOKENIZER.encode(next(turns)), stop)
-            logp, versions = np.full(len(tokens), -1.0), np.zeros(len(tokens))
-            columns = tokens, logp.astype(np.float32), versions.astype(np.int32)
-            found.append(Completion(*columns, "stop"))
-        return tuple(found)
+        return tuple(completion(next(turns)) for _ in range(num_samples))
 
     async def main() -> tuple[Sample, ...]:
-        host = EnvironmentHost(config)
+        host = EnvironmentHost(config, opponents)
         try:
             await host.start()
             workflow = make_workflow(
@@ -234,6 +281,77 @@ def test_a_reset_that_is_not_reproducible_is_refused(file: Path) -> None:
         play(config, "x")
 
 
+def text_of(sample: Sample) -> str:
+    return TOKENIZER._tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=False)
+
+
+def test_each_player_has_its_own_view_and_reward(file: Path) -> None:
+    config = Environment(environment=f"{file}:Race")
+    (x, o), prompts = play(config, "1", "2", "1", task=seed(6))
+    # 0 + 1, + 2, + 1: x reaches 4.
+    assert [prompt.count("sees") for prompt in prompts] == [1, 1, 2]
+    assert (x.reward, o.reward) == (1.0, 0.0)
+    assert "o sees" not in text_of(x) and "x sees" not in text_of(o)
+    assert "x sees 0." in text_of(x) and "x sees 3." in text_of(x) and "o sees 1." in text_of(o)
+    for sample, num_turns in ((x, 2), (o, 1)):
+        ends = np.flatnonzero(sample.loss_mask & ~np.append(sample.loss_mask[1:], False))
+        assert len(ends) == num_turns and sample.token_rewards is not None
+        assert sample.token_rewards[ends[-1]] == sample.reward
+
+
+def test_players_that_act_at_once_earn_their_own_rewards(file: Path) -> None:
+    config = Environment(environment=f"{file}:Together")
+    samples, prompts = play(config, "1", "2", "3", "4", "10", "20", "30", "40", num_samples=2)
+    # Both games share the first prompt of a player: a says 1 and 2, b 3 and 4.
+    assert [prompt.count("Say") for prompt in prompts] == [1] * 6
+    assert sum(sample.reward for sample in samples) == 110.0
+    assert [sample.reward % 10 for sample in samples] == [1.0, 3.0, 2.0, 4.0]
+
+
+def test_opponents_play_from_drawn_seats_and_are_not_trained(file: Path) -> None:
+    asked = list[tuple[str, str]]()
+
+    async def opponent(prompt_tokens: np.ndarray, key: str) -> Completion:
+        asked.append((TOKENIZER.decode(prompt_tokens), key))
+        return completion("2")
+
+    config = Environment(environment=f"{file}:Race", opponents=("old", "older"))
+    both = {"old": opponent, "older": opponent}
+    samples, _ = play(
+        config, *("1" * 20), task=seed(6), num_samples=4, rewards=RewardConfig(), opponents=both
+    )
+    # As x: 1, 2 of the opponent, 1 wins. As o: 2 of the opponent, 1, 2 of the opponent wins.
+    assert [sample.grade for sample in samples] in (
+        ["correct", "wrong"] * 2,
+        ["wrong", "correct"] * 2,
+    )
+    assert len({key for _, key in asked}) == len(asked) == 6
+    for sample in samples:
+        is_x = sample.grade == "correct"
+        assert ("x sees" in text_of(sample)) == is_x and ("o sees" in text_of(sample)) != is_x
+    # A game of one player has no seat for an opponent.
+    config = Environment(environment=f"{file}:Count", opponents=("old",))
+    with pytest.raises(ConfigError, match=r"workflow\.opponents=old .* has one player"):
+        play(config, "7", opponents=both)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("stranger", "observations of some of the players x, o, found"),
+        ("nobody", "observations of the players that act next, found none"),
+        ("number", "rewards of some of the players x, o, found 1.0"),
+        ("flood", "step returned more than 16 MiB"),
+    ],
+)
+def test_faults_of_a_game_are_named(file: Path, text: str, expected: str) -> None:
+    with pytest.raises(Exception) as raised:
+        play(Environment(environment=f"{file}:Confused"), text)
+    error = first_error(raised.value)
+    assert isinstance(error, EnvironmentFailed)
+    assert expected in str(error)
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
@@ -302,3 +420,38 @@ def test_a_run_trains_on_episodes_and_evaluates(file: Path, tmp_path: Path) -> N
     assert len(result.evaluations) == 2
     rows = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     assert len(rows) == 2 * 2 * 4
+
+
+@pytest.mark.slow
+def test_a_run_plays_against_the_policy_that_it_started_from(file: Path, tmp_path: Path) -> None:
+    policy = write_tiny_policy(tmp_path / "policy")
+    text = file.read_text().replace("int(text)", "1 + len(text) % 2")
+    (tmp_path / "race.py").write_text(text)
+    experiment = chz.replace(
+        tiny_experiment(policy),
+        tasks=Seeds(num_tasks=64),
+        eval_tasks=Seeds(num_tasks=4, first=1000),
+        workflow=Environment(
+            environment=f"{tmp_path / 'race.py'}:Race",
+            opponents=("initial",),
+            max_turns=8,
+            observation_tokens=32,
+        ),
+    )
+    experiment = experiment.replace("evaluation.every_steps=2", "engine.max_prompt_tokens=0")
+    result = areal_jax.train(experiment, tmp_path / "run")
+    assert result.version == 2
+    # One sample of each game: the opponent's turns are not trained on.
+    rows = [
+        json.loads(row) for row in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == 2 * 2 * 4
+    assert {row["reward"] for row in rows} <= {-5.0, 5.0}
+    # Against an earlier version of another run, and by the evaluation of a run.
+    checkpoint = tmp_path / "run" / "checkpoints" / "2"
+    later = areal_jax.evaluate(
+        experiment.replace(f"workflow.opponents={checkpoint},initial"),
+        checkpoint=tmp_path / "run",
+        folder=tmp_path / "evaluation",
+    )
+    assert later.results.num_tasks == 4
