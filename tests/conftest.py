@@ -131,6 +131,20 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture
+def no_compilation_cache() -> Iterator[None]:
+    """Compile every program: XLA on CPU cannot serialize one that it has read from its cache."""
+    import jax
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    # jax decides once whether it uses the cache.
+    reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    reset_cache()
+
+
 @pytest.fixture(scope="session")
 def of_a_command() -> dict[str, str]:
     """Return the environment of a subprocess: this package, one device, and quick compilation."""

@@ -7,32 +7,21 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.errors import ConfigError
 from areal_jax.parallel import executables
 from areal_jax.parallel.executables import ExecutableFolder
 
+pytestmark = pytest.mark.usefixtures("no_compilation_cache")
+
 X = np.arange(16, dtype=np.float32)
-
-
-@pytest.fixture(autouse=True)
-def no_compilation_cache() -> Iterator[None]:
-    """XLA on CPU cannot serialize a program that it has read from its own cache."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    # jax decides once whether it uses the cache.
-    reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    reset_cache()
 
 
 def mesh_of(*sizes: int) -> Mesh:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
 import pytest
 from tiny_training import batch, make_trainer, train_mesh
 
@@ -12,13 +11,9 @@ from areal_jax.parallel.executables import ExecutableFolder
 from areal_jax.trainer.config import TrainerConfig
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.slow
-def test_loaded_programs_make_the_same_update(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    # XLA on CPU cannot serialize a program that it has read from its own cache.
-    jax.config.update("jax_enable_compilation_cache", False)
-    request.addfinalizer(lambda: jax.config.update("jax_enable_compilation_cache", True))
+def test_loaded_programs_make_the_same_update(tmp_path: Path) -> None:
     digests = []
     folders = [ExecutableFolder(tmp_path), ExecutableFolder(tmp_path)]
     for folder in folders:
