@@ -12,10 +12,25 @@ from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.metrics.config import MetricsConfig
+from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+
+TINY_ARCHITECTURE = ModelConfig.from_hf(
+    {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+    },
+    source="a test",
+)
 
 
 def write_tiny_policy(folder: Path) -> Path:

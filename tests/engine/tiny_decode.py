@@ -15,12 +15,12 @@ import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tiny_runs import TINY_ARCHITECTURE
 
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.decode_state import EngineParams
 from areal_jax.engine.engine_loop import EngineLoop
-from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
@@ -38,21 +38,7 @@ CONFIG = EngineConfig(
     on_update="recompute",
     request_timeout_s=60,
 )
-POLICY = Policy(
-    ModelConfig.from_hf(
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "vocab_size": 64,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-        },
-        source="a test",
-    )
-)
+POLICY = Policy(TINY_ARCHITECTURE)
 
 
 @lru_cache

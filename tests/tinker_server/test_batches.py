@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_runs import TINY_ARCHITECTURE as ARCHITECTURE
 
 from areal_jax.models import lora
-from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Policy
@@ -27,19 +27,6 @@ from areal_jax.tinker.training import TrainingBackend
 
 CONFIG = TinkerConfig(
     micro_batch_tokens=128, remat="none", limits=TinkerLimits(max_batched_models=3)
-)
-ARCHITECTURE = ModelConfig.from_hf(
-    {
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    },
-    source="a test",
 )
 BUCKET = Policy(ARCHITECTURE, LoRA(rank=8))
 SHAPES = LoRA(rank=8), LoRA(rank=3, alpha=8.0), LoRA(rank=4, targets=("q_proj", "up_proj"))
