@@ -228,6 +228,7 @@ FAMILY_KEYS: Final[dict[Family, Mapping[str, Rule]]] = {
         "sliding_window": Only((None,)),
     },
     "SeedOssForCausalLM": {
+        "mlp_bias": "read",
         "attention_out_bias": Only((False, None)),
         # Of pretraining: trainer and engine must compute the same log-probs.
         **dict.fromkeys(("attention_dropout", "residual_dropout"), "harmless"),
