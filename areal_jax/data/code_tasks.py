@@ -10,7 +10,7 @@ import pickletools
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 Row: TypeAlias = Mapping[str, Any]
@@ -50,9 +50,19 @@ class Asserts:
     """Imports that the tests need."""
 
 
+@dataclass(frozen=True, slots=True)
+class Repository(Asserts):
+    """Files of which one, edited, is the program that the tests are about."""
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Texts by path."""
+    target: str = ""
+    """Path of the program."""
+
+
 CodeTests: TypeAlias = Stdin | FunctionCalls | Asserts
 
-FORMS = {form.__name__.lower(): form for form in (Stdin, FunctionCalls, Asserts)}
+FORMS = {form.__name__.lower(): form for form in (Stdin, FunctionCalls, Asserts, Repository)}
 
 
 def format_tests(tests: CodeTests) -> str:

@@ -98,6 +98,19 @@ class Seeds(TaskSource):
 
 
 @chz.chz
+class Repositories(TaskSource):
+    """Small generated repositories with a fault in one line and a test that fails, for
+    workflow=CodingAgent.
+    """
+
+    num_tasks: int = chz.field(validator=POSITIVE, default=4096, doc="number of repositories")
+    split: Literal["train", "heldout"] = chz.field(
+        default="train", doc="train, or heldout: the two share no repository"
+    )
+    seed: int = chz.field(validator=NOT_NEGATIVE, default=0, doc="seed of the repositories")
+
+
+@chz.chz
 class Files(TaskSource):
     """Rows of a jsonl, json or parquet file, or of a folder with train/test files."""
 

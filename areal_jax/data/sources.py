@@ -23,6 +23,7 @@ from areal_jax.data.config import (
     Hub,
     PromptConfig,
     ReasoningGym,
+    Repositories,
     Rows,
     Seeds,
     Synthetic,
@@ -32,6 +33,7 @@ from areal_jax.data.exercises import Exercise, GeneratedExercises
 from areal_jax.data.hub import NAME, fetch
 from areal_jax.data.problems import Problem, SyntheticProblems
 from areal_jax.data.reasoning_gym import Puzzle, Puzzles
+from areal_jax.data.repositories import GeneratedRepository, make_repository
 from areal_jax.image_files import read_image
 from areal_jax.python_objects import PythonObject
 from areal_jax.records import ENVIRONMENT, IMAGE, PUZZLE, Message, Task
@@ -107,6 +109,13 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
                 (PUZZLE,),
                 num_measured=256,
             )
+        case Repositories(num_tasks=num_tasks, split=split, seed=seed):
+            tasks = LazySequence(
+                num_tasks,
+                lambda index: _repository_task(make_repository(index, split, seed), prompt),
+                ("code",),
+                num_measured=64,
+            )
         case Seeds(num_tasks=num_tasks, first=first):
             system = (Message("system", prompt.system),) if prompt.system else ()
             tasks = LazySequence(
@@ -133,8 +142,8 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
             )
         case _:
             raise ValueError(
-                "expected Synthetic, Exercises, ReasoningGym, Seeds, Files, Hub or Rows, found "
-                f"{type(source).__name__}"
+                "expected Synthetic, Exercises, ReasoningGym, Repositories, Seeds, Files, Hub or "
+                f"Rows, found {type(source).__name__}"
             )
     return TaskSet(tasks, {})
 
@@ -194,6 +203,11 @@ def generate_puzzles(source: ReasoningGym) -> Puzzles:
 def _puzzle_task(puzzle: Puzzle, prompt: PromptConfig) -> Task:
     messages = apply_prompt_template([Message("user", puzzle.question)], prompt)
     return Task(puzzle.id, messages, puzzle.reference, PUZZLE, puzzle.generator)
+
+
+def _repository_task(found: GeneratedRepository, prompt: PromptConfig) -> Task:
+    messages = apply_prompt_template([Message("user", found.question)], prompt)
+    return Task(found.id, messages, format_tests(found.tests), "code", found.family)
 
 
 def _exercise_task(exercise: Exercise, prompt: PromptConfig) -> Task:

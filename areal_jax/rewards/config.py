@@ -188,7 +188,8 @@ class ToolsConfig:
     names: tuple[str, ...] = chz.field(
         default=("calculator",),
         doc="comma-separated: calculator, python (a program, sandboxed), search (in your "
-        "documents)",
+        "documents), shell and edit (of files in a sandbox that each conversation keeps, with "
+        "which python shares it)",
     )
     timeout_s: float = chz.field(
         validator=POSITIVE,

@@ -1,8 +1,9 @@
 """The process inside a sandbox: `python harness.py FOLDERS...`. It forks one child per job.
 
 Standard library only, because the package is not visible inside. Standard input is a socket.
-Requests: the JSON of `rlimits`, `user_id` and `is_alone`, with the files job, input, output, errors
-and, for two jobs that communicate, a channel. Replies: {"ready"}, then for each job
+Requests: the JSON of `rlimits`, `user_id`, `is_alone` and `keeps`, with the files job, input, output,
+errors and, for two jobs that communicate, a channel; during a job, any bytes end it. Processes that a
+job leaves are killed, or stopped: `keeps` is nothing, running (they run during the job) or stopped. Replies: {"ready"}, then for each job
 {"kernel_bytes"} whenever it changes, and {"returncode"} at its end.
 
 No program reads or writes the memory of this process, which is not dumpable. In a sandbox of its
@@ -105,6 +106,8 @@ def main() -> None:
         limits = json.loads(message)
         if limits["is_alone"]:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+        if limits["keeps"] == "running":
+            signal_all_others(signal.SIGCONT)
         child = os.fork()
         if child == 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
@@ -117,7 +120,13 @@ def main() -> None:
             os.close(file)
         if limits["is_alone"]:
             status = watch(child, control)
-            end_all_others()
+            if (
+                limits["keeps"] != "nothing"
+                and count_others() <= limits["rlimits"]["RLIMIT_NPROC"] // 2
+            ):
+                signal_all_others(signal.SIGSTOP)
+            else:
+                end_all_others()
         else:
             _, status = os.waitpid(child, 0)
         control.send(json.dumps({"returncode": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
@@ -143,6 +152,8 @@ def watch(child: int, control: socket.socket) -> int:
     reported = 0
     while True:
         signal.sigtimedwait([signal.SIGCHLD], WATCH_S)
+        if select.select([control], [], [], 0)[0] and control.recv(64):
+            signal_all_others(signal.SIGKILL)
         pid = child
         while pid:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -168,12 +179,20 @@ def kernel_bytes(socket_bytes: int) -> int:
         return num_bytes + socket_bytes * int(lines.readline().split()[2])
 
 
+def signal_all_others(number: int) -> None:
+    """Send a signal to all other processes. Use it only in a process namespace of its own."""
+    with suppress(ProcessLookupError):  # there is none
+        os.kill(-1, number)
+
+
+def count_others() -> int:
+    """Count the other processes of the namespace."""
+    return sum(name.isdecimal() for name in os.listdir("/proc")) - 1
+
+
 def end_all_others() -> None:
-    """Kill all remaining processes, so that they do not disturb the next job. Use it only in a
-    process namespace of its own.
-    """
-    with suppress(ProcessLookupError):  # it left nothing
-        os.kill(-1, signal.SIGKILL)
+    """Kill all remaining processes, so that they do not disturb the next job."""
+    signal_all_others(signal.SIGKILL)
     with suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)

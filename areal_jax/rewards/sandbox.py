@@ -184,11 +184,15 @@ class Sandbox:
         input: str = "",
         channel: socket.socket | None = None,
         cpu_s: float | None = None,
+        *,
+        keeps: Literal["nothing", "running", "stopped"] = "nothing",
     ) -> Job:
         """Start a job; the previous one must have ended by `exit`.
 
         Args:
             cpu_s: CPU time of each process; None: that of one test.
+            keeps: What becomes of processes that jobs leave: they are killed, or kept, if they are
+                no more than half of those allowed, and run during this job or stay stopped.
 
         Raises:
             SandboxUnavailable: The sandbox did not start.
@@ -206,6 +210,7 @@ class Sandbox:
             "RLIMIT_CORE": 0,
         }
         message = {"rlimits": rlimits, "user_id": self._user_id, "is_alone": self._is_alone}
+        message["keeps"] = keeps
         with ExitStack() as stack:
             given = [_sealed(text) for text in (json.dumps(job), input)]
             output, errors = _pipe(), _pipe()
@@ -243,6 +248,17 @@ class Sandbox:
                     return Ended("memory")
             if now_s >= deadline_s:
                 return Ended("timeout")
+
+    def end_job(self) -> bool:
+        """Kill all processes of the job and of those before it; return whether the sandbox can be
+        used again. Only where it has a process namespace of its own.
+        """
+        with suppress(ConnectionError):
+            self._control.send(b"end")
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while self._returncode is None and not self._is_gone and time.monotonic() < deadline_s:
+            self._take(deadline_s)
+        return self._returncode is not None and not self._is_gone
 
     def _memory(self) -> int:
         return memory_of_tree(psutil.Process(self._process.pid)) + self._kernel_bytes
@@ -290,6 +306,10 @@ class Sandbox:
             self._is_ready = self._is_ready or "ready" in message
             self._returncode = message.get("returncode", self._returncode)
             self._kernel_bytes = message.get("kernel_bytes", self._kernel_bytes)
+
+    def kill(self) -> None:
+        """Kill everything inside, from any thread; only where it has a namespace of its own."""
+        self._process.kill()
 
     def close(self) -> None:
         """Kill everything inside."""

@@ -30,8 +30,26 @@ TOOLS: Mapping[str, Tool] = {
     "python": Tool(
         "What a Python program prints. Each program runs by itself, without network.", "code"
     ),
+    "shell": Tool(
+        "What a command of bash prints. Files, directory, variables and background processes stay.",
+        "command",
+    ),
+    "edit": Tool(
+        "Writes a file: its path on the first line, then its text, or blocks of the lines "
+        "<<<<<<< SEARCH, text that occurs once, =======, its replacement, >>>>>>> REPLACE.",
+        "change",
+    ),
     "search": Tool("The passages of a collection of documents that fit a query best.", "query"),
 }
+
+
+WORKSPACE_TOOLS = ("shell", "edit", "python")
+"""Tools that run in a workspace, where shell or edit is one of the tools."""
+
+
+def has_workspace(names: Sequence[str]) -> bool:
+    """Return whether conversations with these tools have a workspace."""
+    return "shell" in names or "edit" in names
 
 
 def make_tools(
@@ -54,6 +72,13 @@ def make_tools(
     if unknown := [name for name in names if name not in TOOLS]:
         raise ValueError(f"no tool {', '.join(unknown)}; known are {', '.join(TOOLS)}")
     made = dict[str, Use]()
+    if has_workspace(names):
+        from areal_jax.rewards.sandbox import find_sandbox_command
+
+        # Their calls run in workspaces, which the workflow opens; here it is found that they can.
+        if find_sandbox_command(sandbox) is None:
+            raise ValueError("shell and edit need rewards.sandbox.isolation=bubblewrap")
+        names = [name for name in names if name not in WORKSPACE_TOOLS]
     if "calculator" in names:
         made["calculator"] = use_calculator
     if "python" in names:

@@ -123,6 +123,25 @@ class ToolUse(WorkflowConfig):
 
 
 @chz.chz
+class CodingAgent(ToolUse):
+    """Turns that edit a repository in a sandbox of their own, until one calls no tool. The file
+    that the task names is then graded as any program, by tests that the policy cannot reach.
+
+    `tasks=Repositories` has such tasks.
+    """
+
+    max_turns: int = chz.field(
+        validator=POSITIVE,
+        default=8,
+        doc=("maximum number of turns; conversations beyond engine.max_prompt_tokens end earlier"),
+    )
+    tools: ToolsConfig = chz.field(
+        default_factory=lambda: ToolsConfig(names=("shell", "edit", "python")),
+        doc="available tools and their limits",
+    )
+
+
+@chz.chz
 class Environment(WorkflowConfig):
     """A class of the user's with Gymnasium's `reset(seed)` and `step(action)`, with texts or
     messages as observations and the policy's turns as actions.

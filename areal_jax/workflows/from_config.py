@@ -6,6 +6,8 @@ import asyncio
 
 from areal_jax.protocols import Tokenizer, Tools, Workflow
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
+from areal_jax.rewards.tools import has_workspace
+from areal_jax.rewards.workspace import Workspaces
 from areal_jax.workflows import config, custom, single_turn
 from areal_jax.workflows.agent import Agents, Runner
 from areal_jax.workflows.environment import EnvironmentHost, Episodes
@@ -50,7 +52,15 @@ def make_workflow(
                 turn_discount=discount,
             )
         case config.ToolUse(max_turns=max_turns):
-            reply = ToolReply(tools, chosen.tools.names, chosen.call_format)
+            names = chosen.tools.names
+            workspaces = Workspaces(rewards.sandbox, chosen.tools) if has_workspace(names) else None
+            reply = ToolReply(
+                tools,
+                names,
+                chosen.call_format,
+                workspaces,
+                grades_files=isinstance(chosen, config.CodingAgent),
+            )
             announcement = reply.announcement if chosen.announce else ""
             return Turns(
                 tokenizer,

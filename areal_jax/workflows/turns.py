@@ -6,14 +6,19 @@ Workflows of several turns differ in their `Reply`.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from areal_jax.data.code_tasks import Repository, parse_tests
 from areal_jax.data.tool_calls import InvalidToolCall, ToolCall
 from areal_jax.errors import NotGraded
 from areal_jax.protocols import Generate, Grader, Tokenizer, Tools
 from areal_jax.records import Completion, Message, RewardResult, Sample, StopReason, Task
 from areal_jax.rewards.config import RewardConfig
+from areal_jax.rewards.tools import WORKSPACE_TOOLS
+from areal_jax.rewards.workspace import Conversation, Workspaces
 from areal_jax.workflows.config import CallFormat
 from areal_jax.workflows.conversation import Call, build_next_prompt, make_samples
 from areal_jax.workflows.single_turn import gather_graded, grade_answer
@@ -41,7 +46,14 @@ class Reply(Protocol):
     again.
     """
 
+    def conversation(self, task: Task) -> AbstractAsyncContextManager[Reply]:
+        """Enter a conversation; yields what replies in it."""
+        ...
+
     async def __call__(self, task: Task, text: str, grader: Grader) -> TurnResult: ...
+    async def grade(self, task: Task, text: str, grader: Grader) -> RewardResult:
+        """Grade a conversation that ends with this turn."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +86,15 @@ class Turns:
         )
 
     async def _converse(self, task: Task, call: Call, generate: Generate, grader: Grader) -> Sample:
+        async with self.reply.conversation(task) as reply:
+            return await self._converse_with(reply, task, call, generate, grader)
+
+    async def _converse_with(
+        self, reply: Reply, task: Task, call: Call, generate: Generate, grader: Grader
+    ) -> Sample:
         calls, result, stop_reason = [call], TurnResult(), None
         while len(calls) < self.max_turns:
-            result = await self.reply(task, self._decode(calls[-1].completion), grader)
+            result = await reply(task, self._decode(calls[-1].completion), grader)
             if not result.messages:
                 break
             prompt = build_next_prompt(self.tokenizer, calls[-1], result.messages)
@@ -86,7 +104,8 @@ class Turns:
             (completion,) = await generate(prompt, 1)
             calls.append(Call(prompt, completion))
             result = TurnResult()
-        grade = result.grade or await grade_answer(task, grader, self._decode(calls[-1].completion))
+        last = self._decode(calls[-1].completion)
+        grade = result.grade or await reply.grade(task, last, grader)
         (sample,) = make_samples(
             calls,
             [self._reward(grade, len(calls))] * len(calls),
@@ -131,6 +150,12 @@ class Feedback:
             () if grade.kind == "correct" else (Message("user", self.message),), grade
         )
 
+    def conversation(self, task: Task) -> AbstractAsyncContextManager[Reply]:
+        return nullcontext(self)
+
+    async def grade(self, task: Task, text: str, grader: Grader) -> RewardResult:
+        return await grade_answer(task, grader, text)
+
 
 @dataclass(frozen=True, slots=True)
 class ToolReply:
@@ -139,6 +164,28 @@ class ToolReply:
     tools: Tools
     names: tuple[str, ...]
     call_format: CallFormat
+    workspaces: Workspaces | None = None
+    """Of tools that run in the workspace of a conversation."""
+    workspace: Conversation | None = None
+    """That of this conversation."""
+    grades_files: bool = False
+    """Whether the answer is a file of the workspace, which the task names."""
+
+    @asynccontextmanager
+    async def conversation(self, task: Task) -> AsyncIterator[Reply]:
+        if self.workspaces is None:
+            yield self
+            return
+        files = _repository(task).files if self.grades_files else {}
+        async with self.workspaces.open(files) as workspace:
+            yield replace(self, workspace=workspace)
+
+    async def grade(self, task: Task, text: str, grader: Grader) -> RewardResult:
+        if self.grades_files and self.workspace is not None:
+            # The tests never enter the workspace: its file is graded as any program.
+            program = await self.workspace.read(_repository(task).target)
+            text = f"```python\n{program}\n```"
+        return await grade_answer(task, grader, text)
 
     @property
     def announcement(self) -> str:
@@ -157,7 +204,19 @@ class ToolReply:
         if isinstance(call, InvalidToolCall):
             return f"Error: {call.reason}"
         (argument,) = call.arguments.values()
-        result = await self.tools(call.name, argument)
+        is_inside = self.workspace is not None and call.name in WORKSPACE_TOOLS
+        tools = self.workspace if is_inside and self.workspace is not None else self.tools
+        result = await tools(call.name, argument)
         if result.kind == "infrastructure":
             raise ToolFailed(f"{call.name}: {result.text}")
         return result.text
+
+
+def _repository(task: Task) -> Repository:
+    tests = parse_tests(task.answer)
+    if not isinstance(tests, Repository):
+        raise ValueError(
+            f"task {task.id}: expected a repository as the answer of workflow=CodingAgent, found "
+            f"{type(tests).__name__.lower()}; set tasks=Repositories"
+        )
+    return tests

@@ -343,9 +343,15 @@ def test_choosing_the_same_class_keeps_its_settings() -> None:
         ("engine=3", ["group of settings", "engine.num_slots"]),
         (
             "tasks=File",
-            ["tasks=File", "one of Synthetic, Exercises, ReasoningGym, Seeds, Files, Hub"],
+            [
+                "tasks=File",
+                "one of Synthetic, Exercises, ReasoningGym, Seeds, Repositories, Files, Hub",
+            ],
         ),
-        ("tasks=TaskSource", ["one of Synthetic, Exercises, ReasoningGym, Seeds, Files, Hub"]),
+        (
+            "tasks=TaskSource",
+            ["one of Synthetic, Exercises, ReasoningGym, Seeds, Repositories, Files, Hub"],
+        ),
         ("tasks=Files", ["tasks.path is required", "str"]),
         ("seed=ten", ["seed=ten", "expected int", "'ten'"]),
         ("seed=1.5", ["seed=1.5", "expected int"]),
@@ -441,11 +447,11 @@ def test_wrong_overrides_are_refused_with_a_hint(override: str, said: list[str])
         ),
         (
             ["workflow=ToolUse", "workflow.tools.names="],
-            ["workflow.tools.names=", "calculator, python, search"],
+            ["workflow.tools.names=", "calculator, python, shell, edit, search"],
         ),
         (
             ["workflow=ToolUse", "workflow.tools.names=calculater"],
-            ["names=calculater", "calculator, python, search"],
+            ["names=calculater", "calculator, python, shell, edit, search"],
         ),
         (
             ["workflow=ToolUse", "workflow.tools.names=search"],

@@ -141,7 +141,7 @@ def test_unavailable_tools_are_refused_at_start(tmp_path: Path) -> None:
             await grader.start()
 
     for name, documents, reason in (
-        ("browser", None, "no tool browser; known are calculator, python, search"),
+        ("browser", None, "no tool browser; known are calculator, python, shell, edit, search"),
         ("search", None, r"workflow\.tools\.documents"),
         ("search", str(tmp_path / "none"), "no document"),
     ):

@@ -1,0 +1,118 @@
+"""Repositories that a scripted policy edits in a workspace, and real grading outside of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Literal
+
+import chz
+import numpy as np
+import pytest
+from test_turns import TOKENIZER, completion, text_of
+
+from areal_jax.data.code_tasks import Repository, format_tests
+from areal_jax.data.config import PromptConfig, Repositories
+from areal_jax.data.repositories import make_repository
+from areal_jax.data.sources import load_tasks
+from areal_jax.records import Completion, Message, Task
+from areal_jax.rewards.config import RewardConfig
+from areal_jax.rewards.service import RewardService
+from areal_jax.workflows.config import CodingAgent
+from areal_jax.workflows.from_config import find_tools_config, make_workflow
+
+WRONG = "def add(a, b):\n    return a - b\n"
+RIGHT = WRONG.replace("-", "+")
+TEST = "import unittest, add\nclass Test(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add.add(1, 2), 3)\n"
+REPOSITORY = Repository(
+    "assert add(1, 2) == 3\nassert add(-1, 1) == 0",
+    ["add"],
+    files={"add.py": WRONG, "test_add.py": TEST},
+    target="add.py",
+)
+TASK = Task("add", (Message("user", "Repair add.py."),), format_tests(REPOSITORY), "code")
+
+
+def call(name: str, argument: str) -> str:
+    parameter = {"shell": "command", "edit": "change", "python": "code"}[name]
+    body = json.dumps({"name": name, "arguments": {parameter: argument}})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+class Scripted:
+    """Answers with the next text, and keeps the prompts."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts, self.prompts = list(texts), list[str]()
+
+    async def __call__(
+        self, prompt_tokens: np.ndarray, num_samples: int, **how: object
+    ) -> list[Completion]:
+        self.prompts.append(text_of(prompt_tokens))
+        return [completion(self.texts.pop(0)) for _ in range(num_samples)]
+
+
+def run(policy: Scripted, max_turns: int = 6) -> list[str]:
+    """Kinds of the grades of one sample."""
+    config = chz.replace(CodingAgent(), max_turns=max_turns)
+
+    async def main() -> list[str]:
+        rewards = RewardConfig(num_workers=1)
+        async with RewardService(rewards, ("code",), find_tools_config(config)) as grader:
+            workflow = make_workflow(
+                config, TOKENIZER, 1, rewards, max_prompt_tokens=10_000, tools=grader.use
+            )
+            return [each.grade for each in await workflow(TASK, policy, grader)]
+
+    return asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_a_repaired_file_is_correct():
+    policy = Scripted(
+        call("shell", "python3 -m unittest test_add 2>&1 | tail -1"),
+        call("edit", "add.py\n<<<<<<< SEARCH\na - b\n=======\na + b\n>>>>>>> REPLACE\n"),
+        call("shell", "python3 -m unittest test_add 2>&1 | tail -1"),
+        "Repaired.",
+    )
+    assert run(policy) == ["correct"]
+    assert "FAILED (failures=1)" in policy.prompts[1] and policy.prompts[3].count("OK") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "true",
+        # Neither tests nor exit codes inside count.
+        "echo > test_add.py; echo 'import os; os._exit(0)' > add.py",
+        f"printf '{WRONG}' > add.py; mkdir unittest; echo 'exit(0)' > unittest/__init__.py",
+        # A right program elsewhere.
+        "echo 'def add(a, b): return a + b' > /tmp/other.py; ln -sf /tmp/other.py add.py",
+        "rm add.py",
+    ],
+)
+def test_what_repairs_nothing_is_not_correct(command: str):
+    [grade] = run(Scripted(call("shell", command), "Done."))
+    assert grade in ("wrong", "crashed", "no_answer")
+
+
+@pytest.mark.slow
+def test_the_file_counts_where_the_turns_run_out():
+    fix = call("python", f"open('add.py', 'w').write({RIGHT!r})")
+    assert run(Scripted(fix, call("shell", "ls")), max_turns=2) == ["correct"]
+
+
+def test_generated_repositories_have_one_fault_and_differ_by_split():
+    found: dict[Literal["train", "heldout"], set[str]] = {"train": set(), "heldout": set()}
+    for split, ids in found.items():
+        for index in range(24):
+            repository = make_repository(index, split)
+            family, tests = repository.family, repository.tests
+            program = tests.files[tests.target] + tests.tests
+            with pytest.raises((AssertionError, IndexError, TypeError)):
+                exec(program, {})
+            ids.add(repr(tests.files))
+            assert make_repository(index, split).tests == tests and tests.target.startswith(family)
+    assert not found["train"] & found["heldout"] and len(found["train"]) == 24
+    tasks = load_tasks(Repositories(num_tasks=4), PromptConfig()).tasks
+    assert [task.kind for task in tasks] == ["code"] * 4 and len({task.id for task in tasks}) == 4
