@@ -126,26 +126,23 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
                 (ENVIRONMENT,),
             )
         case Files() | Hub() | Rows():
-            expected = (
-                f"the prompt in {source.prompt_field or ', '.join(PROMPT_FIELDS)}, the "
-                f"answer in {source.answer_field}"
-            )
-            return TaskSet(
-                *read_rows(
-                    source,
-                    lambda place, row: (
-                        row if isinstance(row, Task) else _make_task(place, row, source, prompt)
-                    ),
-                    "a task",
-                    expected,
-                )
-            )
+            return _read_tasks(source, prompt)
         case _:
             raise ValueError(
                 "expected Synthetic, Exercises, ReasoningGym, Repositories, Seeds, Files, Hub or "
                 f"Rows, found {type(source).__name__}"
             )
     return TaskSet(tasks, {})
+
+
+def _read_tasks(source: Files | Hub | Rows, prompt: PromptConfig) -> TaskSet:
+    fields = source.prompt_field or ", ".join(PROMPT_FIELDS)
+
+    def read(place: str, row: Row | Task) -> Task:
+        return row if isinstance(row, Task) else _make_task(place, row, source, prompt)
+
+    expected = f"the prompt in {fields}, the answer in {source.answer_field}"
+    return TaskSet(*read_rows(source, read, "a task", expected))
 
 
 class LazySequence(Sequence[T]):

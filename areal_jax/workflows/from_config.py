@@ -26,6 +26,8 @@ def make_workflow(
 ) -> Workflow:
     """Create the workflow of an experiment, for training or evaluation.
 
+    The function has more than 60 lines because it lists every workflow.
+
     Args:
         chosen: settings of the workflow.
         tokenizer: the policy's tokenizer.

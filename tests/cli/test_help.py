@@ -61,8 +61,8 @@ def test_version_is_printed(script: str, capsys: pytest.CaptureFixture[str]) -> 
     ("topic", "keys"),
     [
         ("lr", ["trainer.optimizer.learning_rate"]),
-        # Of Synthetic, Exercises and ReasoningGym.
-        ("seed", ["seed", *["eval_tasks.seed"] * 3, *["tasks.seed"] * 3]),
+        # Of Synthetic, Exercises, ReasoningGym and Repositories.
+        ("seed", ["seed", *["eval_tasks.seed"] * 4, *["tasks.seed"] * 4]),
         ("rank", ["policy.lora.rank"]),  # of a record that is left out
         ("kl_coef", ["trainer.reference.kl.coefficient"] * 2),  # in the loss, in the reward
     ],

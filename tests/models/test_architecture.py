@@ -100,7 +100,7 @@ def test_null_key_value_heads_means_attention_heads(architecture):
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("architectures", ["MixtralForCausalLM"]),
+        ("architectures", ["FalconForCausalLM"]),
         ("rope_scaling", {"rope_type": "dynamic", "factor": 4.0}),
         ("rope_scaling", {"type": "yarn", "factor": 4.0, "turns": 3}),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}),
