@@ -35,7 +35,6 @@ from areal_jax.models.quantized import Quantized, rescale
 from areal_jax.models.traits import Activation, Traits
 from areal_jax.models.vision.tower import ImageFeatures, ImageInputs, VisionTower
 from areal_jax.parallel.fsdp import ShardedMatrix, sharded_lookup, sharded_product
-from areal_jax.parallel.products import wide_einsum
 
 Params: TypeAlias = dict[str, Any]
 """Nested dict of arrays: embed, layers.attn.q, ..., norm, head (or value). Leaves of `layers` are
@@ -887,9 +886,12 @@ def _flat_product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array
     # jax's rule has dy first, which for wide outputs (MLP) took a third of a training step. So the
     # narrower factor comes first.
     if w.shape[0] <= w.shape[1]:
-        dw = wide_einsum("bti,bto->io", x, dy)
+        dw = jnp.einsum("bti,bto->io", x, dy, preferred_element_type=jnp.float32)
     else:
-        dw = wide_einsum("bto,bti->oi", dy, x).T
+        # Flattened, because XLA on CPU does not support this product over two dimensions in
+        # bfloat16.
+        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        dw = jnp.einsum("so,si->oi", dy, x, preferred_element_type=jnp.float32).T
     return dx, dw.astype(w.dtype)
 
 

@@ -24,7 +24,6 @@ from areal_jax.models.activations import gated
 from areal_jax.models.architecture import ExpertGroups, ModelConfig, MoEConfig
 from areal_jax.models.quantized import Quantized, rescale
 from areal_jax.models.traits import Activation
-from areal_jax.parallel.products import wide_einsum
 from areal_jax.parallel.sharding import Rules, sharding
 from areal_jax.records import native_expert
 
@@ -455,7 +454,7 @@ def _by_blocks(x: Array, w: Array, sizes: Array, *, block: int) -> Array:
 
 def _gradient_by_blocks(x: Array, dy: Array, sizes: Array, *, block: int) -> Array:
     x, dy = (array.reshape(-1, block, array.shape[-1]) for array in (x, dy))
-    block_gradients = wide_einsum("nbi,nbo->nio", x, dy)
+    block_gradients = jnp.einsum("nbi,nbo->nio", x, dy, preferred_element_type=jnp.float32)
     return jax.ops.segment_sum(
         block_gradients, _groups(sizes, block, len(x)), len(sizes), indices_are_sorted=True
     )

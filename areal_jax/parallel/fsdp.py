@@ -22,7 +22,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from areal_jax.parallel.products import wide_einsum
 from areal_jax.parallel.sharding import Rules, sharding
 
 MIN_LOOKUP_WIDTH = 128
@@ -216,7 +215,7 @@ def _forward(x: Array, w: Array, shards: FullySharded) -> tuple[Array, tuple[Arr
 
 def _backward(shards: FullySharded, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     def gradient(x: Array, dy: Array) -> Array:
-        return wide_einsum("bti,bto->io", x, dy)
+        return jnp.einsum("bti,bto->io", x, dy, preferred_element_type=jnp.float32)
 
     x, w = saved
     dx = jnp.einsum("bto,io->bti", dy, shards.gather(w.astype(dy.dtype)))

@@ -207,7 +207,8 @@ class Program:
             if not line.startswith(" ") and (header := _HEADER.match(line)):
                 name, lines = header[2], {}
                 entry = name if header[1] else entry
-            elif line.startswith("}") and name:
+            # Attributes of a kernel may have lines that begin with }}.
+            elif name and (line == "}" or line.startswith("}, ")):
                 self.computations[name] = Computation(name, lines)
                 name = ""
             elif name and (instruction := _instruction(line)):

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.parallel.fsdp import FullySharded
-from areal_jax.parallel.products import wide_einsum
 
 
 def token_logprobs(
@@ -275,11 +274,15 @@ def _gradients(
         d_logits -= (
             softmax * (log_softmax + entropy[..., None]) * (d_entropy / temperature)[..., None]
         )
-    narrow = d_logits.astype(hidden.dtype)
-    d_hidden = wide_einsum("bcv,dv->bcd", narrow, head.astype(hidden.dtype), logits.dtype)
+    narrow, wide = d_logits.astype(hidden.dtype), logits.dtype
+    d_hidden = jnp.einsum(
+        "bcv,dv->bcd", narrow, head.astype(hidden.dtype), preferred_element_type=wide
+    )
     # The narrower factor first: XLA on CPU transposes the first one, with its producers, in a slow
-    # strided loop. In float32, so that chunks accumulate in float32.
-    return d_hidden, wide_einsum("bcd,bcv->dv", hidden, narrow, logits.dtype)
+    # strided loop. In float32, so that chunks accumulate in float32. Flattened, because XLA on CPU
+    # has no product over two dimensions in bfloat16 whose result is transposed, as of a tied head.
+    rows, d_rows = (each.reshape(-1, each.shape[-1]) for each in (hidden, narrow))
+    return d_hidden, jnp.einsum("nd,nv->dv", rows, d_rows, preferred_element_type=wide)
 
 
 _predict.defvjp(_predict_forward, _predict_backward)
@@ -440,7 +443,10 @@ def _logits(
     hidden: Float[Array, "B C D"], head: Float[Array, "D V"], temperature: float
 ) -> Float[Array, "B C V"]:
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    return wide_einsum("bcd,dv->bcv", hidden, head.astype(hidden.dtype), dtype) / temperature
+    return (
+        jnp.einsum("bcd,dv->bcv", hidden, head.astype(hidden.dtype), preferred_element_type=dtype)
+        / temperature
+    )
 
 
 def _is_target(targets: Int[Array, "B C"], logits: Float[Array, "B C V"]) -> Bool[Array, "B C V"]:

@@ -205,6 +205,15 @@ def test_collectives_on_a_sparse_core_are_counted_and_overlap() -> None:
     assert collectives(alone) == {Collective("reduce-scatter", 64 * 32 * 4, (0, 1, 2, 3), False)}
 
 
+def test_attributes_of_a_kernel_end_no_computation() -> None:
+    kernel = (
+        '  %kernel = f32[4]{0} custom-call(%whole), custom_call_target="tpu_custom_call", '
+        "backend_config={{\n}}, metadata={}\n"
+    )
+    text = SPARSE_CORE.replace("  %meanwhile", f"{kernel}  %meanwhile")
+    assert Program(text).work().collectives == Program(SPARSE_CORE).work().collectives
+
+
 def test_text_without_entry_is_refused() -> None:
     with pytest.raises(ValueError, match="no ENTRY"):
         Program("HloModule empty")
