@@ -210,7 +210,7 @@ def test_attributes_of_a_kernel_end_no_computation() -> None:
         '  %kernel = f32[4]{0} custom-call(%whole), custom_call_target="tpu_custom_call", '
         "backend_config={{\n}}, metadata={}\n"
     )
-    text = SPARSE_CORE.replace("  %meanwhile", f"{kernel}  %meanwhile")
+    text = SPARSE_CORE.replace("  %start", f"{kernel}  %start")
     assert Program(text).work().collectives == Program(SPARSE_CORE).work().collectives
 
 
