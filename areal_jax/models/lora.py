@@ -677,7 +677,12 @@ def _leaves(tree: Params) -> dict[tuple[str, ...], Any]:
 
 def _pairs(adapter: Params) -> dict[tuple[str, ...], Any]:
     """Pair of every matrix, by path."""
-    return dict(traverse_util.flatten_dict(adapter, is_leaf=lambda _, node: "a" in node))
+
+    def is_pair(_: object, node: Params) -> bool:
+        # Linear attention has a matrix a.
+        return not isinstance(node.get("a", {}), dict)
+
+    return dict(traverse_util.flatten_dict(adapter, is_leaf=is_pair))
 
 
 @partial(jax.jit, static_argnames="scale")

@@ -385,8 +385,10 @@ def test_every_experiment_passes(name: str, gsm8k: list[str]) -> None:
     assert findings(report) == []
     scripts = {row.script for row in report.rows}
     assert report.update is not None
-    if name == "safe":  # right actions are the environment's to know
-        assert {"wrong", "empty", "truncated"} & scripts and report.update.grad_norm == 0.0
+    if name in ("safe", "nim"):  # right actions are the environment's to know
+        assert {"wrong", "empty", "truncated"} & scripts
+        # Players of one game have other turns each, and so other advantages.
+        assert name == "nim" or report.update.grad_norm == 0.0
         return
     assert not scripts or {"reference", "wrong", "empty", "truncated"} <= scripts
     assert 0 < report.update.grad_norm < math.inf
