@@ -203,7 +203,7 @@ def test_samples_end_at_stop_tokens_and_strings(training, client, server) -> Non
 
 def test_the_clients_errors_are_theirs_and_end_nothing(training) -> None:
     for data, loss, message in (
-        ([datum(TOKENS[0])], "stable_reinforce", "expected one of"),
+        ([datum(TOKENS[0])], "stable_reinforce", "set loss_fn to one of"),
         ([datum(TOKENS[0])], "ppo", "expected loss_fn_inputs with logprobs"),
         ([datum([1, 2, 999_999])], "cross_entropy", "expected token ids"),
         ([datum(list(range(70)))], "cross_entropy", "max_tokens=64"),
