@@ -20,9 +20,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-# As in `areal-train`: most objects stay, and looking for cycles among them takes a tenth of the time.
-gc.set_threshold(100_000, 20, 100)
-
 # Annotations are checked at run time in all modules that have shapes. Elsewhere, where the type checker
 # suffices, it would make a call twenty times as slow.
 PACKAGE = Path(__file__).parents[1] / "areal_jax"
