@@ -152,9 +152,8 @@ def test_progress_has_every_token_once_and_can_end_a_sample() -> None:
 def test_requests_balance_load_and_weights_reach_every_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # On a loaded machine a report may be late, which would move its request.
-    monkeypatch.setattr(engines_module, "MOVE_QUEUED_S", float("inf"))
-    monkeypatch.setattr(engines_module, "ABSENT_S", float("inf"))
+    # The first engine waits without weights until the second one has started.
+    monkeypatch.setattr(engines_module, "LAG_S", float("inf"))
 
     async def scenario(engines: Engines) -> None:
         await join(engines, 0)
