@@ -55,7 +55,16 @@ if __name__ == "__main__":
 import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
-from papers_cluster import ETA, FIGURE_4, MAX_PROMPT, MEDIAN_LENGTH, MINI_BATCHES, SIGMA, measure
+from papers_cluster import (
+    ETA,
+    FIGURE_4,
+    MAX_PROMPT,
+    MEDIAN_LENGTH,
+    MINI_BATCHES,
+    SIGMA,
+    label_axes,
+    measure,
+)
 from results import FOLDER, append
 
 from areal_jax.config.experiment import Experiment
@@ -438,15 +447,8 @@ def plot(curves: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
             axes.plot(SIZES, speeds, marker="o", color=colour, label=f"this project, {device}")
             ideal = [speeds[0] * num / SIZES[0] for num in SIZES]
             axes.plot(SIZES, ideal, color=colour, linestyle=":")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(SIZES, [str(num) for num in SIZES])
-        axes.set(
-            title=f"{model}, {context}k context",
-            xlabel="devices (dotted: linear)",
-            ylabel="k tokens trained per second",
-            ylim=(0, None),
-        )
-        axes.legend(frameon=False, fontsize=8)
+        title = f"{model}, {context}k context"
+        label_axes(axes, SIZES, title=title, xlabel="devices (dotted: linear)")
     figure.savefig(FOLDER / f"{NAME}.png")
 
 

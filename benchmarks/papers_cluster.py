@@ -32,11 +32,14 @@ mini-batches.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log
 from statistics import fmean
 from typing import Literal, NamedTuple
+
+from matplotlib.axes import Axes
 
 from areal_jax.models.known import known_shape
 from areal_jax.sim.costs import Efficiency, EvenSplit, PackedSchedule
@@ -347,6 +350,14 @@ def fit(start: Fitted) -> Fitted:
                     best, least = tried, found
                     print(f"{least:.1%}  {best}", flush=True)
     return best
+
+
+def label_axes(axes: Axes, devices: Sequence[int], *, title: str, xlabel: str) -> None:
+    """Scale and label the axes of a panel like those of figure 4."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(devices, [str(num) for num in devices])
+    axes.set(title=title, xlabel=xlabel, ylabel="k tokens trained per second", ylim=(0, None))
+    axes.legend(frameon=False, fontsize=8)
 
 
 if __name__ == "__main__":

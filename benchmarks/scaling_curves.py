@@ -41,6 +41,7 @@ from papers_cluster import (
     MINI_BATCHES,
     figure_4,
     gains,
+    label_axes,
     shrink_of,
 )
 from results import FOLDER, append
@@ -208,15 +209,7 @@ def plot(panels: Mapping[str, Mapping[int, Point]]) -> None:
             linestyle=":",
             label="ideal",
         )
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(devices, [str(num) for num in devices])
-        axes.set(
-            title=f"{name} context",
-            xlabel="devices",
-            ylabel="k tokens trained per second",
-            ylim=(0, None),
-        )
-        axes.legend(frameon=False, fontsize=8)
+        label_axes(axes, devices, title=f"{name} context", xlabel="devices")
     figure.savefig(FOLDER / f"{NAME}.png")
 
 

@@ -18,18 +18,17 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 
+TINY_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 TINY_ARCHITECTURE = ModelConfig.from_hf(
-    {
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    },
-    source="a test",
+    TINY_SIZES | {"architectures": ["Qwen2ForCausalLM"]}, source="a test"
 )
 
 

@@ -14,20 +14,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Literal, NamedTuple, TypeAlias, overload
+from typing import NamedTuple, TypeAlias, overload
 
 from areal_jax.data.code_tasks import Stdin, format_tests
 from areal_jax.data.facts import BOXES, HALLS, fact
 from areal_jax.data.problems import Problem, SyntheticProblems
 from areal_jax.data.shapes import COLORS, FORMS, Shape, arrange_shapes, draw_picture
+from areal_jax.data.splits import Split, digest_of, is_in_split
 from areal_jax.image_files import ImageFile
 from areal_jax.records import Message
-
-Split = Literal["train", "heldout"]
-
-HELDOUT_SHARE = 8
-"""One exercise in this many is held out; a hash of its question decides."""
 
 Demonstration: TypeAlias = tuple[Message, ...]
 """The turns after the question: assistant and tool alternate; the assistant has the last turn."""
@@ -153,14 +148,10 @@ class GeneratedExercises(Sequence[Exercise]):
         while True:
             draft = family.draft(rng, self._split)
             key = draft.key or f"{draft.question}/{draft.answer}"
-            digest = blake2b(key.encode(), digest_size=6)
-            if (
-                (digest.digest()[0] % HELDOUT_SHARE == 0) == (self._split == "heldout")
-                and draft.correct
-                and draft.incorrect
-            ):
+            digest = digest_of(key)
+            if is_in_split(digest, self._split) and draft.correct and draft.incorrect:
                 return Exercise(
-                    f"{name}-{digest.hexdigest()}",
+                    f"{name}-{digest}",
                     name,
                     draft.question,
                     draft.answer,

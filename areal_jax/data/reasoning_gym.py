@@ -15,17 +15,12 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from hashlib import blake2b
+from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any, Literal, overload
+from typing import Any, overload
 
+from areal_jax.data.splits import Split, digest_of, is_in_split
 from areal_jax.records import derive_seed
-
-Split = Literal["train", "heldout"]
-
-HELDOUT_SHARE = 8
-"""One puzzle in this many is held out; a hash of its question decides."""
 
 MAX_TRIES = 128
 """Number of puzzles that are made for one of a split; 1 of 25 million has none held out by then."""
@@ -95,7 +90,8 @@ class Puzzles(Sequence[Puzzle]):
             )
         if not names:
             raise ValueError("names: expected generators of reasoning-gym, found none")
-        self._names, self._count, self._split, self._seed = tuple(names), num_puzzles, split, seed
+        self._names, self._count, self._seed = tuple(names), num_puzzles, seed
+        self._split: Split = split
         self._parameters = _parameters_by_name(names, parameters)
         self._size = TRIES_PER_SEED * -(-num_puzzles // len(names))
         failures = list[Exception]()
@@ -145,10 +141,10 @@ class Puzzles(Sequence[Puzzle]):
             except Exception as error:  # some generators fail on some seeds
                 failure = error
                 continue
-            digest = blake2b(entry["question"].encode(), digest_size=6)
-            if (digest.digest()[0] % HELDOUT_SHARE == 0) == (self._split == "heldout"):
+            digest = digest_of(entry["question"])
+            if is_in_split(digest, self._split):
                 return Puzzle(
-                    f"{name}-{digest.hexdigest()}",
+                    f"{name}-{digest}",
                     name,
                     entry["question"],
                     entry["answer"] or "",
@@ -346,7 +342,9 @@ def _guard() -> None:
             )
 
 
+@cache
 def _import() -> ModuleType:
+    """Import the package, and replace what evaluates answers."""
     try:
         with warnings.catch_warnings():
             # Of libraries that it imports, where they are compiled for the first time.

@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from areal_jax.data.code_tasks import Repository
-
-HELDOUT_SHARE = 8
-"""One repository in this many is held out; a hash of its files decides."""
+from areal_jax.data.splits import HELDOUT_SHARE, Split
 
 NUM_HIDDEN = 6
 """Assertions that grade the repaired program."""
@@ -76,9 +74,7 @@ _FAMILIES = {
 }
 
 
-def make_repository(
-    index: int, split: Literal["train", "heldout"], seed: int = 0
-) -> GeneratedRepository:
+def make_repository(index: int, split: Split, seed: int = 0) -> GeneratedRepository:
     """Make the repository of a number."""
     names = list(_FAMILIES)
     for attempt in range(1000):

@@ -38,6 +38,9 @@ from areal_jax.image_files import read_image
 from areal_jax.python_objects import PythonObject
 from areal_jax.records import ENVIRONMENT, IMAGE, PUZZLE, Message, Task
 
+MAX_MEASURED = 4096
+"""Maximum number of tasks whose prompts are measured, which takes about a second."""
+
 PROMPT_FIELDS = ("problem", "question", "prompt")
 IMAGE_FIELDS = ("image", "images")
 FAMILY_FIELDS = ("family", "subject", "difficulty")
@@ -153,7 +156,7 @@ class LazySequence(Sequence[T]):
         count: int,
         make: Callable[[int], T],
         kinds: Collection[str] = ("math",),
-        num_measured: int = 4096,
+        num_measured: int = MAX_MEASURED,
     ) -> None:
         """Store the factory.
 

@@ -46,7 +46,6 @@ from areal_jax.engine.decode_state import (
     EngineParams,
     Reader,
     encode_slots,
-    lay_out_params,
     unpack_experts,
 )
 from areal_jax.engine.scoring import Scores
@@ -142,7 +141,7 @@ class DecodeEngine:
 
     def layout(self, params: Params) -> EngineParams:
         """Convert parameters to this engine's layout; see `lay_out_params`."""
-        return lay_out_params(self.policy, params, self.compute_dtype, self.config.weights_dtype)
+        return self.shapes.layout(params)
 
     def kv_bytes(self) -> int:
         """Return the bytes of keys and values on each device."""

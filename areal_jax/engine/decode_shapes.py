@@ -289,14 +289,13 @@ class DecodeShapes:
             platform, self._cached_heads()[1], self.config.page_tokens, is_latent=is_latent
         )
 
+    def layout(self, params: Params) -> EngineParams:
+        """Convert parameters to this engine's layout; see `lay_out_params`."""
+        return lay_out_params(self.policy, params, self.compute_dtype, self.config.weights_dtype)
+
     def _engine_params(self, params: Params, axes: Params) -> EngineParams:
-        """Return shapes and shardings of `lay_out_params`, given shapes and logical axes."""
-        shapes = jax.eval_shape(
-            lambda params: lay_out_params(
-                self.policy, params, self.compute_dtype, self.config.weights_dtype
-            ),
-            params,
-        )
+        """Return shapes and shardings of `layout`, given shapes and logical axes."""
+        shapes = jax.eval_shape(self.layout, params)
         placed = shardings(self.mesh, self.policy.unstack_axes(axes), shapes, ROLLOUT_RULES)
         return jax.tree.map(
             lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),

@@ -132,49 +132,41 @@ def _with_rows(plan: TrainingPlan, longest: int) -> TrainingPlan:
 
 
 def _shrink(model: ModelConfig, tokenizer: HFTokenizer) -> ModelConfig:
-    if model.vision is not None:
-        # One block, which sees everything; patches and positions are those of the images.
-        tower = replace(
-            model.vision,
-            depth=1,
-            hidden_size=32,
-            intermediate_size=64,
-            num_heads=2,
-            out_hidden_size=32,
-            fullatt_block_indexes=(0,) if model.vision.fullatt_block_indexes else (),
-            deepstack_visual_indexes=(0,) if model.vision.deepstack_visual_indexes else (),
+    sizes: dict[str, Any] = {
+        "vocab_size": tokenizer.vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.stop_token_ids,
+    }
+    if model.vision is None:
+        return ModelConfig(
+            architecture="Qwen2ForCausalLM",
+            head_dim=16,
+            rope_theta=10000.0,
+            rms_norm_eps=1e-6,
+            max_position_embeddings=model.max_positions,
+            attention_bias=True,
+            qk_norm=False,
+            pad_token_id=model.pad_token_id,
+            **sizes,
         )
-        # Of the original head size, which the sections of M-RoPE share.
-        return replace(
-            model,
-            vocab_size=tokenizer.vocab_size,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=True,
-            eos_token_id=tokenizer.stop_token_ids,
-            vision=tower,
-        )
-    return ModelConfig(
-        architecture="Qwen2ForCausalLM",
-        vocab_size=tokenizer.vocab_size,
+    # One block, which sees everything; patches and positions are those of the images.
+    tower = replace(
+        model.vision,
+        depth=1,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=model.max_positions,
-        tie_word_embeddings=True,
-        attention_bias=True,
-        qk_norm=False,
-        eos_token_id=tokenizer.stop_token_ids,
-        pad_token_id=model.pad_token_id,
+        num_heads=2,
+        out_hidden_size=32,
+        fullatt_block_indexes=(0,) if model.vision.fullatt_block_indexes else (),
+        deepstack_visual_indexes=(0,) if model.vision.deepstack_visual_indexes else (),
     )
+    # Of the original head size, which the sections of M-RoPE share.
+    return replace(model, vision=tower, **sizes)
 
 
 def _with_frozen(trainer: TrainerConfig, path: str) -> TrainerConfig:

@@ -29,24 +29,8 @@ from areal_jax.tinker.messages import (
 from areal_jax.tinker.objective import SummedLoss, read_loss
 from areal_jax.tinker.programs import AdamParams, ModelState, TrainingPrograms
 
-_ATTENTION: tuple[Target, ...] = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "q_a_proj",
-    "q_b_proj",
-    "kv_a_proj_with_mqa",
-    "kv_b_proj",
-    "in_proj_q",
-    "in_proj_k",
-    "in_proj_v",
-    "in_proj_z",
-    "in_proj_b",
-    "in_proj_a",
-    "out_proj",
-)
-
+_MLP: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
+"""Targets of `train_mlp`; all others are of attention."""
 
 LEAST_RANK = 8
 """Rank of the smallest bucket; others are powers of two."""
@@ -184,7 +168,7 @@ class TrainingBackend:
         targets: tuple[Target, ...] = tuple(
             target
             for target in lora.find_targets(self.policy)
-            if (trains_attention if target in _ATTENTION else trains_mlp)
+            if (trains_mlp if target in _MLP else trains_attention)
         )
         if not targets:
             raise InvalidRequest(

@@ -6,15 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from areal_jax.data.sources import MAX_MEASURED
 from areal_jax.protocols import Tokenizer
 from areal_jax.records import Message, Task
 from areal_jax.workflows.config import Agent, Environment, MultiTurn, ToolUse, WorkflowConfig
 from areal_jax.workflows.tool_use import announcement
 from areal_jax.workflows.turns import add_system_text
-
-MAX_MEASURED = 4096
-"""Maximum number of tasks to measure, which takes about a second; fewer of a sequence with a
-smaller `num_measured`."""
 
 UNMEASURED_MARGIN = 1.25
 """Factor on the longest measured prompt if not all tasks are measured."""

@@ -204,9 +204,8 @@ class ToolReply:
         if isinstance(call, InvalidToolCall):
             return f"Error: {call.reason}"
         (argument,) = call.arguments.values()
-        is_inside = self.workspace is not None and call.name in WORKSPACE_TOOLS
-        tools = self.workspace if is_inside and self.workspace is not None else self.tools
-        result = await tools(call.name, argument)
+        workspace = self.workspace if call.name in WORKSPACE_TOOLS else None
+        result = await (workspace or self.tools)(call.name, argument)
         if result.kind == "infrastructure":
             raise ToolFailed(f"{call.name}: {result.text}")
         return result.text

@@ -5,6 +5,7 @@ Real widths (Qwen2.5-1.5B), few layers, a small vocabulary and short rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -14,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Policy
+from areal_jax.models.known import known_shape
 from areal_jax.parallel import hlo
 from areal_jax.parallel.compilation import compile_lowered
 from areal_jax.parallel.config import PlacementConfig
@@ -26,22 +27,7 @@ from areal_jax.trainer.objective import policy_learner
 from areal_jax.trainer.state import trained
 from areal_jax.trainer.step import Learner, TrainableModel
 
-MODEL = ModelConfig(
-    architecture="Qwen2ForCausalLM",
-    vocab_size=4096,
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_hidden_layers=3,
-    num_attention_heads=12,
-    num_key_value_heads=2,
-    head_dim=128,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=32768,
-    tie_word_embeddings=True,
-    attention_bias=True,
-    qk_norm=False,
-)
+MODEL = replace(known_shape("qwen2.5-1.5b"), vocab_size=4096, num_hidden_layers=3)
 NUM_LAYERS = MODEL.num_hidden_layers
 # q and o, k and v, gate, up and down. The embedding is the head, too.
 LAYER = 2 * 1536 * 1536 + 2 * 1536 * 256 + 3 * 1536 * 8960

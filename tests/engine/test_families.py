@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_decode import CONFIG, LATENT_ATTENTION
+from tiny_runs import TINY_SIZES
 
 from areal_jax.engine.batch import SLOT, PrefillChunk, empty_slots
 from areal_jax.engine.decode import DecodeEngine
@@ -22,15 +23,6 @@ from areal_jax.rl.logprobs import token_logprobs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
 WINDOW = {
     "architectures": ["Qwen3ForCausalLM"],
     "head_dim": 8,
@@ -56,7 +48,7 @@ LATENT = LATENT_ATTENTION | {"num_key_value_heads": 4}
 )
 @pytest.mark.slow
 def test_sampled_logp_matches_a_full_forward(family: dict[str, object], tensor: int) -> None:
-    policy = Policy(ModelConfig.from_hf(SIZES | family, source="a test"))
+    policy = Policy(ModelConfig.from_hf(TINY_SIZES | family, source="a test"))
     rng = np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: jnp.asarray(
@@ -115,7 +107,7 @@ def test_sampled_logp_matches_a_full_forward(family: dict[str, object], tensor: 
 
 
 def test_latent_pages_hold_one_vector_per_token() -> None:
-    policy = Policy(ModelConfig.from_hf(SIZES | LATENT, source="a test"))
+    policy = Policy(ModelConfig.from_hf(TINY_SIZES | LATENT, source="a test"))
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout
     pages = DecodeEngine(policy, mesh, CONFIG, jnp.float32).shapes.pages()
     # Latent of 8 and rotated key of 4, instead of keys of 12 and values of 6 in 4 heads.
@@ -124,7 +116,7 @@ def test_latent_pages_hold_one_vector_per_token() -> None:
 
 
 def test_a_router_stays_float32_in_an_engine_of_bfloat16() -> None:
-    policy = Policy(ModelConfig.from_hf(SIZES | EXPERTS, source="a test"))
+    policy = Policy(ModelConfig.from_hf(TINY_SIZES | EXPERTS, source="a test"))
     engine = DecodeEngine(
         policy, make_meshes(PlacementConfig(), jax.devices()[:1]).rollout, CONFIG, jnp.bfloat16
     )

@@ -113,7 +113,7 @@ class Race:
 
 
 class Together:
-    """Both act at once, twice, and earn their own numbers; b is told of a."""
+    """Both act at once, twice, and earn their own numbers."""
 
     players = ("a", "b")
 
@@ -131,7 +131,7 @@ class Together:
 class Confused(Race):
     def step(self, actions):
         ((_, text),) = actions.items()
-        if text == "stranger":
+        if text == "unknown":
             return {"y": "Who?"}, {}, False, False, {}
         if text == "nobody":
             return {}, {}, False, False, {}
@@ -338,7 +338,7 @@ def test_opponents_play_from_drawn_seats_and_are_not_trained(file: Path) -> None
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("stranger", "observations of some of the players x, o, found"),
+        ("unknown", "observations of some of the players x, o, found"),
         ("nobody", "observations of the players that act next, found none"),
         ("number", "rewards of some of the players x, o, found 1.0"),
         ("flood", "step returned more than 16 MiB"),

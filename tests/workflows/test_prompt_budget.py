@@ -6,11 +6,11 @@ import chz
 import numpy as np
 import pytest
 
+from areal_jax.data.sources import MAX_MEASURED
 from areal_jax.records import Message, Task
 from areal_jax.rewards.config import ToolsConfig
 from areal_jax.workflows.config import Agent, MultiTurn, SingleTurn, Tags, ToolUse, WorkflowConfig
 from areal_jax.workflows.prompt_budget import (
-    MAX_MEASURED,
     LaterTurns,
     Limits,
     Prompts,
