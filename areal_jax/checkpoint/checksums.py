@@ -1,4 +1,6 @@
-"""Checksums of a checkpoint's files, which tell damage from other causes of a failed restore."""
+"""Checksums of a checkpoint that `store.CheckpointStore` saves or restores: they tell damage from
+other causes of a failed restore.
+"""
 
 from __future__ import annotations
 

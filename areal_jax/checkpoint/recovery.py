@@ -195,7 +195,7 @@ def _decode_suspended(
     )
 
 
-def pack(columns: Columns) -> UInt8[np.ndarray, "S"]:
+def serialize(columns: Columns) -> UInt8[np.ndarray, "S"]:
     """Serialize columns: length of the header, header (JSON in ASCII), concatenated arrays."""
     for name, array in columns.arrays.items():
         if array.dtype.kind not in "biuf":
@@ -209,8 +209,8 @@ def pack(columns: Columns) -> UInt8[np.ndarray, "S"]:
     return np.frombuffer(b"".join([struct.pack("<Q", len(header)), header, *body]), np.uint8)
 
 
-def unpack(packed: UInt8[np.ndarray, "S"]) -> Columns:
-    """Deserialize columns; the inverse of `pack`.
+def deserialize(packed: UInt8[np.ndarray, "S"]) -> Columns:
+    """Deserialize columns; the inverse of `serialize`.
 
     Raises:
         ValueError: bytes are missing or left over.

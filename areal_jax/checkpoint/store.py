@@ -29,7 +29,7 @@ from areal_jax.checkpoint.checksums import (
     write_checksums,
 )
 from areal_jax.checkpoint.folders import find_checkpoints, saved_versions
-from areal_jax.checkpoint.recovery import Columns, pack, unpack
+from areal_jax.checkpoint.recovery import Columns, deserialize, serialize
 
 SAVE_TIMEOUT_S = 1200.0
 """Deadline of one save; also Orbax's own."""
@@ -91,7 +91,7 @@ class CheckpointStore:
                 )
             # numpy's arithmetic converts arrays of shape () to scalars.
             arrays[name] = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
-        packed = pack(rollout)
+        packed = serialize(rollout)
         num_bytes = packed.nbytes + sum(array.nbytes for array in arrays.values())
         failure = self._collect(SAVE_TIMEOUT_S)
         try:
@@ -168,7 +168,7 @@ class CheckpointStore:
                 "rollout": np.empty(found["rollout"].shape, np.uint8),
             }
             tree = ocp.load(str(checkpoint), target)
-            rollout = unpack(tree["rollout"])
+            rollout = deserialize(tree["rollout"])
         leaves = [tree["train_state"][name] for name in expected]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), rollout
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from areal_jax.checkpoint.recovery import Columns, encode, pack
+from areal_jax.checkpoint.recovery import Columns, encode, serialize
 from areal_jax.cluster.connection import Connection
 from areal_jax.errors import WorkerDied
 from areal_jax.records import Group, RolloutState, StepResult
@@ -51,7 +51,7 @@ class Trainers:
         """Run one trainer step and increment `version`."""
         # Put into the object store once for all hosts.
         state = RolloutState({}, next_group_id=0, rejected={}, buffered=tuple(groups), suspended=())
-        packed = ray.put(pack(encode(state)))
+        packed = ray.put(serialize(encode(state)))
         self.is_stepping = True
         try:
             (metrics, stale, self._measures), *_ = self._call_all("step", [packed])
@@ -62,7 +62,7 @@ class Trainers:
 
     def save(self, version: int, controller_state: Columns) -> None:
         """Save a checkpoint: every host writes its shards into the shared run folder."""
-        self._call_all("save", version, [ray.put(pack(controller_state))])
+        self._call_all("save", version, [ray.put(serialize(controller_state))])
 
     def write_results(self, version: int) -> list[str]:
         """Write the policy to the run folder, wait for the checkpoint and return summary lines."""

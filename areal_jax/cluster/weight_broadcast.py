@@ -94,7 +94,7 @@ class WeightBroadcast:
         return "trainer hosts"
 
     def publish(self, version: int, params: Any) -> None:
-        """Start to broadcast a version without waiting.
+        """Start `update_weights` of all engines, by a broadcast, without waiting.
 
         Args:
             version: Version of the weights.

@@ -1,4 +1,5 @@
-"""Pack sequences of any length into micro-batches of one shape, for one compiled program.
+"""Sequence packing: `pack` puts sequences of any length into rows of micro-batches of one shape,
+for one compiled program.
 
 numpy only. Axes: M micro-batches, B rows of a micro-batch, T tokens of a row, N sequences,
 S tokens of a sequence.

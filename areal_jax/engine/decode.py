@@ -234,7 +234,7 @@ class DecodeEngine:
         self.warm, self.warm_masked = mode, masked
 
     def init_state(self) -> DecodeState:
-        """Return empty slots and pages, and the shortest view."""
+        """Allocate the pages that `kv_cache` hands out, empty slots and the shortest view."""
         table = np.zeros((self.config.num_slots, self.pages_per_slot), np.int32)
         pages, view, recurrent = self.programs.get("init")()
         slots = encode_slots(empty_slots(self.config.num_slots))

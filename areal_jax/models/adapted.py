@@ -1,5 +1,5 @@
-"""Matrices with unmerged low-rank updates (LoRA, arXiv:2106.09685): of one adapter, or of several
-in one batch.
+"""Matrices to which `add_update` applies the low-rank updates that `lora.attach` put beside them
+(LoRA, arXiv:2106.09685): of one adapter, or of several in one batch.
 
 Pytree nodes in the place of a matrix; their leaves are arrays, or properties of arrays such as
 shardings. Axes: B rows of a batch, T tokens, A adapters.

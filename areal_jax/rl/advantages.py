@@ -87,7 +87,7 @@ def compute_advantages(
         case BatchNormalized():
             return _batch_normalized(groups, config)
         case GAE():
-            return _generalized(groups, config)
+            return _gae(groups, config)
         case CustomAdvantages():
             return _spread(
                 groups, [_custom(rewards_G, config) for rewards_G in _rewards_by_group(groups)]
@@ -434,7 +434,7 @@ def _return_to_go(trajectory: Trajectory) -> Float64[np.ndarray, "T"]:
     return trajectory.reward + reward_to_go(trajectory.token_rewards)
 
 
-def _generalized(
+def _gae(
     groups: Sequence[Sequence[Trajectory]], config: GAE
 ) -> list[list[Float32[np.ndarray, "_"]]]:
     """(A - mean) / (std + eps), mean and std over the loss tokens of the whole batch, or A

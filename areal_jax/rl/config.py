@@ -39,7 +39,9 @@ class Unweighted(ImportanceWeighting):
 
 @chz.chz
 class Weighted(ImportanceWeighting):
-    """The importance weight proximal/behave (AReaL, arXiv:2505.24298, equation 5)."""
+    """The importance weight proximal/behave (AReaL, arXiv:2505.24298, equation 5), computed by
+    `importance_weights.behave_weight`.
+    """
 
     level: Level = chz.field(
         default="token",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.checkpoint.recovery import unpack
+from areal_jax.checkpoint.recovery import deserialize
 from areal_jax.checkpoint.store import SAVE_TIMEOUT_S, CheckpointStore
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.connection import Connection
@@ -245,7 +245,7 @@ async def build_cluster_run(
                     ),
                     pool.start(),
                 )
-        restored = None if beside is None else unpack(beside)
+        restored = None if beside is None else deserialize(beside)
         version = trainers.version if resume else None
         recording = start_recording(
             stack, plan, folder, progress, version=version, restored=restored

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_jax.checkpoint.recovery import decode, encode, pack, unpack
+from areal_jax.checkpoint.recovery import decode, deserialize, encode, serialize
 from areal_jax.errors import ConfigError
 from areal_jax.metrics.files import add_file_name
 from areal_jax.metrics.jsonl import JsonLines
@@ -76,7 +76,7 @@ class RolloutLog:
     ) -> None:
         self._assigned.append(version, {"assignments": assignments})
         path = path_of(self._folder.parent, version)
-        packed = pack(encode(RolloutState({}, 0, {}, tuple(groups), ())))
+        packed = serialize(encode(RolloutState({}, 0, {}, tuple(groups), ())))
         unfinished = path.with_suffix(".unfinished")
         with add_file_name(path):
             unfinished.write_bytes(packed.tobytes())
@@ -96,7 +96,7 @@ def read_rollouts(run_folder: Path, version: int) -> tuple[Group, ...]:
     """
     path = path_of(run_folder, version)
     try:
-        return decode(unpack(np.fromfile(path, np.uint8)))[0].buffered
+        return decode(deserialize(np.fromfile(path, np.uint8)))[0].buffered
     except FileNotFoundError as error:
         raise ConfigError(
             f"{path}: expected the rollouts of step {version}, found no such file; only runs with "

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.checkpoint.recovery import decode, pack, unpack
+from areal_jax.checkpoint.recovery import decode, deserialize, serialize
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.worker import Emit
@@ -122,7 +122,7 @@ class TrainerHost:
             packed: reference to the rollout state in the object store.
         """
         self._require_claim()
-        beside = unpack(await packed[0])
+        beside = deserialize(await packed[0])
         await asyncio.to_thread(self._checkpointer.save, version, beside)
 
     async def write_results(self, version: int) -> list[str]:
@@ -171,7 +171,7 @@ class TrainerHost:
         beside = (
             None
             if self._saved_version is None
-            else pack(self._checkpointer.restore(self._saved_version))
+            else serialize(self._checkpointer.restore(self._saved_version))
         )
         with refusing_what_does_not_fit(plan, self._trainer):
             self._trainer.warm_up()
@@ -185,7 +185,7 @@ class TrainerHost:
     def _step(
         self, packed: Any
     ) -> tuple[dict[str, Any], Sequence[Sequence[Any]], Mapping[str, tuple[float, float]]]:
-        groups = decode(unpack(packed))[0].buffered
+        groups = decode(deserialize(packed))[0].buffered
         found = self._trainer.step(groups)
         metrics = {
             name: tuple(float(part) for part in value) if isinstance(value, tuple) else float(value)

@@ -16,7 +16,7 @@ from areal_jax.trainer.config import OptimizerConfig
 def learning_rate(
     config: OptimizerConfig, update: Int[Array, ""], num_updates: int
 ) -> Float[Array, ""]:
-    """Return the learning rate of an update.
+    """Return the learning rate of an update (the schedule; in transformers `lr_scheduler`).
 
     It increases in equal steps to the peak over the first `warmup_fraction` of the run (the first
     update has a rate above 0), and is then constant or decreases to 0 by a cosine or linearly.

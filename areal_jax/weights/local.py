@@ -63,7 +63,9 @@ class WeightChannel:
         )
 
     def publish(self, version: int, params: Tree) -> None:
-        """Send a version without waiting; afterwards `params` may be donated or overwritten.
+        """Start a weight update (`update_weights` of every engine) without waiting.
+
+        Afterwards `params` may be donated or overwritten.
 
         Raises:
             ValueError: The version is not newer than the last one.

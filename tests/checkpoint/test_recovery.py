@@ -15,9 +15,9 @@ from areal_jax.checkpoint.recovery import (
     SAMPLE_COLUMNS,
     Columns,
     decode,
+    deserialize,
     encode,
-    pack,
-    unpack,
+    serialize,
 )
 from areal_jax.records import Completion, Group, Message, RolloutState, Sample, SuspendedGroup, Task
 
@@ -117,7 +117,7 @@ def test_decode_inverts_encode_bit_exactly(seed, groups, calls, rewards, text, c
         ),
         staleness_limit=seed if counts else None,
     )
-    decoded_state, decoded_notes = decode(unpack(pack(encode(state, notes))))
+    decoded_state, decoded_notes = decode(deserialize(serialize(encode(state, notes))))
     assert plain(decoded_state) == plain(state)
     assert plain(decoded_notes) == plain(notes)
 
@@ -161,7 +161,7 @@ def test_unknown_record_fields_are_ignored():
 
 
 def test_restored_arrays_are_writable_and_separate():
-    (group,) = decode(unpack(pack(encode(a_state(a_sample(), a_sample())))))[0].buffered
+    (group,) = decode(deserialize(serialize(encode(a_state(a_sample(), a_sample())))))[0].buffered
     first, second = (sample.tokens for sample in group.samples)
     first[:] = 7
     assert second.tolist() == [1, 1]
@@ -192,7 +192,7 @@ def test_mismatched_arrays_are_refused():
     with pytest.raises(
         ValueError, match="column x: expected numbers or truth values, found object"
     ):
-        pack(Columns({}, {"x": np.array([{}])}))
+        serialize(Columns({}, {"x": np.array([{}])}))
 
 
 def test_columns_of_other_formats_are_refused():
@@ -206,16 +206,16 @@ def test_columns_of_other_formats_are_refused():
 
 
 def test_truncated_bytes_are_refused():
-    packed = pack(encode(a_state(a_sample())))
+    packed = serialize(encode(a_state(a_sample())))
     with pytest.raises(
         ValueError, match=f"expected {packed.size} bytes of rollout state, found {packed.size + 1}"
     ):
-        unpack(np.append(packed, np.uint8(0)))
+        deserialize(np.append(packed, np.uint8(0)))
     with pytest.raises(ValueError, match="buffer is smaller"):
-        unpack(packed[:-1])
+        deserialize(packed[:-1])
 
 
 def test_header_is_plain_ascii_json():
-    packed = pack(encode(a_state(a_sample()))).tobytes()
+    packed = serialize(encode(a_state(a_sample()))).tobytes()
     length = int.from_bytes(packed[:8], "little")
     assert json.loads(packed[8 : 8 + length].decode("ascii"))["facts"]["next_group_id"] == 1

@@ -83,7 +83,7 @@ def test_policy_computes_with_the_rounded_matrices(
     assert len(nodes) == num_matrices
     tokens = jnp.arange(12).reshape(2, 6) % 40
     segments, positions = jnp.ones_like(tokens), jnp.tile(jnp.arange(6), (2, 1))
-    hidden = partial(
+    plain = partial(
         policy.hidden,
         tokens=tokens,
         positions=positions,
@@ -91,6 +91,7 @@ def test_policy_computes_with_the_rounded_matrices(
         compute_dtype=jnp.float32,
         unroll=True,
     )
+    hidden = jax.jit(plain)
     found, expected = hidden(narrow)[0], hidden(dequantized(narrow))[0]
     np.testing.assert_allclose(found, expected, atol=2e-4)
     assert np.abs(found - hidden(params)[0]).max() > 1e-2
@@ -100,5 +101,6 @@ def test_policy_computes_with_the_rounded_matrices(
     mesh = make_meshes(PlacementConfig(rollout_devices=4, rollout_tensor=2), jax.devices()).rollout
     axes = policy.unstack_axes(policy.axes())
     placed = jax.device_put(narrow, shardings(mesh, axes, narrow, ROLLOUT_RULES))
-    sharded = hidden(placed, experts=sharded_experts(mesh, ROLLOUT_RULES))[0]
+    split = partial(plain, experts=sharded_experts(mesh, ROLLOUT_RULES))
+    sharded = jax.jit(split)(placed)[0]
     np.testing.assert_allclose(sharded, expected, atol=2e-4)

@@ -16,7 +16,7 @@ import pytest
 from tiny_runs import tiny_experiment, write_tiny_policy
 
 import areal_jax
-from areal_jax.checkpoint.recovery import decode, encode, pack, unpack
+from areal_jax.checkpoint.recovery import decode, deserialize, encode, serialize
 from areal_jax.config.load import load_experiment
 from areal_jax.data.config import PromptConfig, Seeds
 from areal_jax.data.sources import load_tasks
@@ -391,7 +391,7 @@ def test_turn_rewards_reach_the_advantages_of_gae(file: Path) -> None:
     config = Environment(environment=f"{file}:Count", arguments='{"last": 2}')
     (sample,), _ = play(config, "7", "no")
     state = RolloutState({}, 0, {}, (Group(0, seed(7), (sample, sample)),), ())
-    (group,) = decode(unpack(pack(encode(state))))[0].buffered
+    (group,) = decode(deserialize(serialize(encode(state))))[0].buffered
     limits = SampleLimits(max_staleness=None, max_new_tokens=8)
     batch = select_tokens([group], 0, limits)
     ends = np.flatnonzero(sample.loss_mask & ~np.append(sample.loss_mask[1:], False))
