@@ -4,7 +4,8 @@
 
 Generation never waits for training. The gate (`rollout/gate.py`, equation 3) bounds staleness, how
 far generation runs ahead; the engine switches to new weights between two decode steps; and the
-trainer's importance weights correct for stale tokens (equation 5). With `max_staleness=0` the same loop is synchronous.
+trainer's importance weights correct for stale tokens (equation 5). With `max_staleness=0` the same
+loop is synchronous.
 
 Threads: the asyncio thread owns all counting (gate, buffer, controller); each engine loop has its
 own thread; the trainer runs one step at a time in a worker thread; other processes grade answers.

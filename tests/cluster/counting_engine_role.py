@@ -75,7 +75,12 @@ class Counting:
             await asyncio.sleep(0.1)
 
     async def grant_turn(self, ticket: float) -> None:
-        """Swap, which takes a while, or die."""
+        """Swap once, which takes a while, or die; grants may be repeated."""
+        if self._swap is not None:
+            begin_s, end_s = self._swap
+            if begin_s < end_s:
+                self._emit("turn_ended", ticket)
+            return
         begin_s = time.time()
         self._swap = begin_s, begin_s
         if self._dies_at == IN_ITS_TURN:

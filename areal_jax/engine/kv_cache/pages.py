@@ -1,5 +1,5 @@
-"""Pages of the KV cache: ownership, prefix caching by hashes (vLLM: `enable_prefix_caching`) and LRU
-eviction, in numpy only.
+"""Pages of the KV cache: ownership, prefix caching by hashes (vLLM: `enable_prefix_caching`) and
+LRU eviction, in numpy only.
 
 A page holds `page_tokens` consecutive tokens of a sequence. Sequences with a common prefix share
 its full pages; only the owner of a partial page writes to it. Every data shard of the mesh has its
