@@ -1,6 +1,8 @@
 """A game of two players against a frozen copy: the last nut wins.
 
-    areal-train --exp=nim
+    python benchmarks/environments.py --games=nim.jsonl
+    areal-train --exp=sft examples=Files examples.path=nim.jsonl --run-folder=runs/nim_rules
+    areal-train --exp=nim policy.path=runs/nim_rules/policy
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. Needs no network, account or accelerator.
 
@@ -8,8 +10,10 @@ Two players take one, two or three nuts in turn from a heap of 5 to 20; who take
 The class below has `reset` and `step` with a dict by player. The policy plays against the policy
 that training started from (`workflow.opponents=initial`), which never changes, and has either seat.
 pass@1 is the share of games that it wins. A turn that names no possible number takes one that the
-seed draws, so that games are not decided by the form of an answer. How far the share of games won
-rises has not been measured yet.
+seed draws, so that games are not decided by the form of an answer.
+
+The first two commands teach the embedded policy the rules: games of players who take any possible
+number.
 
 Against itself, with the views of both players as samples:
 

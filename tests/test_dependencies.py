@@ -18,7 +18,10 @@ EXTRAS = PROJECT["optional-dependencies"]
         *PROJECT["dependencies"],
         *(
             each
-            for name in ("ray", "wandb", "trackio", "mlflow", "reasoning-gym", "tinker", "docs")
+            for name in (
+                *("ray", "wandb", "trackio", "mlflow", "reasoning-gym", "textarena", "skyrl-gym"),
+                *("openenv", "verifiers", "tinker", "docs"),
+            )
             for each in EXTRAS[name]
         ),
     ],

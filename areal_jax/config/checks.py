@@ -40,6 +40,7 @@ from areal_jax.workflows.config import (
     MultiTurn,
     SingleTurn,
     ToolUse,
+    Verifiers,
 )
 
 
@@ -335,7 +336,7 @@ def _environment(experiment: AnyExperiment) -> Iterator[str]:
     if isinstance(experiment, Experiment):
         sources["tasks"] = experiment.tasks
     for name, source in sources.items():
-        if isinstance(source, Seeds) and not isinstance(chosen, Environment):
+        if isinstance(source, Seeds) and not isinstance(chosen, Environment | Verifiers):
             yield (
                 f"{name}=Seeds has seeds of an environment; set workflow=Environment and "
                 "workflow.environment"

@@ -234,6 +234,9 @@ def read_tokens(given: Mapping[str, Any]) -> Texts:
         for name, value in body.sampling_params.items()
         if name not in OF_TEXT and (name, value) != ("top_k", -1)  # vLLM's "no filter"
     }
+    if type(sampling.get("logprobs")) is int:
+        # Answers have the log-probability of each sampled token, and no other token's.
+        sampling["logprobs"] = min(sampling["logprobs"], 0)
     fixed = {"model": body.model, "prompt": body.token_ids, "return_token_ids": True}
     if clash := sorted(fixed.keys() & sampling.keys()):
         raise APIError(400, f"Unrecognized sampling parameter supplied: {clash[0]}", param=clash[0])

@@ -124,7 +124,9 @@ class Session:
         refused = [
             name for field, name in _REFUSED.items() if generation_params.sampling.get(field)
         ]
-        refused += ["stop_token_ids"] * bool(generation_params.stop_tokens)
+        # The run's answers end at the tokenizer's stop tokens in any case.
+        others = set(generation_params.stop_tokens) - set(self.tokenizer.stop_token_ids)
+        refused += ["stop_token_ids"] * bool(others)
         if refused:
             raise APIError(400, f"{refused[0]} is not supported in training", param=refused[0])
         budget = min(generation_params.max_new_tokens or self._max_new_tokens, self._max_new_tokens)

@@ -36,7 +36,7 @@ from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.functions import graded
 from areal_jax.rewards.processes import ending
 from areal_jax.workflows import guard
-from areal_jax.workflows.config import Agent
+from areal_jax.workflows.config import Agent, Verifiers
 from areal_jax.workflows.conversation import Call, Export, make_samples
 from areal_jax.workflows.single_turn import gather_graded, grade_answer
 
@@ -135,6 +135,30 @@ class Agents:
         return make_samples(calls, [reward] * len(calls), grade, export=self.export)
 
 
+def _arguments(config: Agent) -> str:
+    """Return the keyword arguments of the agent's function, as JSON.
+
+    Raises:
+        ValueError: the settings have none.
+    """
+    try:
+        found = json.loads(config.arguments)
+    except ValueError as error:
+        found = error
+    if not isinstance(found, dict):
+        raise ValueError(
+            "workflow.arguments: expected a JSON object of keyword arguments such as "
+            f'{{"retries": 2}}, found {config.arguments!r}'
+        )
+    if isinstance(config, Verifiers):
+        found = {
+            "environment": config.environment,
+            "settings": found,
+            "renderer": config.renderer,
+        }
+    return json.dumps(found)
+
+
 SampledTokens = tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]
 
 
@@ -158,8 +182,8 @@ class AgentHost:
             sessions: serves the policy to them.
 
         Raises:
-            ValueError: not exactly one of function and command is set, or the command is no
-                program.
+            ValueError: not exactly one of function and command is set, the command is no program,
+                or the arguments are no JSON object.
         """
         if (config.function is None) == (config.command is None):
             raise ValueError(
@@ -169,7 +193,9 @@ class AgentHost:
         self._config, self._sessions = config, sessions
         self._argv = [] if config.command is None else parse_command(config.command)
         self._workers = (
-            None if config.function is None else Workers(config.function, config.stall_warning_s)
+            None
+            if config.function is None
+            else Workers(config.function, _arguments(config), config.stall_warning_s)
         )
         # Deadlines of training's running agents, with the time left of each when its clock was
         # stopped.
@@ -384,8 +410,8 @@ class Workers:
     is none, a new worker is started, up to MAX_WORKERS.
     """
 
-    def __init__(self, function: str, stall_s: float) -> None:
-        self._function, self._stall_s = function, stall_s
+    def __init__(self, function: str, arguments: str, stall_s: float) -> None:
+        self._argv = (function, arguments, str(stall_s))
         self._workers = list[AgentWorker]()
         self._changed = asyncio.Event()
         """Set when a worker may take an agent; the waiter clears it."""
@@ -437,7 +463,7 @@ class Workers:
             self._workers.append(worker)
             async with AsyncExitStack() as close_on_error:
                 close_on_error.push_async_callback(worker.close)
-                await worker.start(self._function, self._stall_s)
+                await worker.start(self._argv)
                 close_on_error.pop_all()
         self._changed.set()
 
@@ -499,14 +525,14 @@ class AgentWorker:
         self.agents[number] = loop.create_future()
         self._stepping, self._is_alone = (number, loop.time()), is_alone
 
-    async def start(self, function: str, stall_s: float) -> None:
+    async def start(self, argv: tuple[str, ...]) -> None:
         """Start the process.
 
         Raises:
             ValueError: it cannot load the function.
         """
         ready = asyncio.get_running_loop().create_future()
-        self._serving = asyncio.create_task(self._serve(ready, function, stall_s))
+        self._serving = asyncio.create_task(self._serve(ready, argv))
         try:
             await asyncio.wait_for(ready, LOAD_TIMEOUT_S)
         except TimeoutError:
@@ -579,8 +605,8 @@ class AgentWorker:
             packed = pickle.dumps(message)
             self._process.stdin.write(struct.pack("!I", len(packed)) + packed)
 
-    async def _serve(self, ready: asyncio.Future[None], function: str, stall_s: float) -> None:
-        argv = (sys.executable, "-m", "areal_jax.workflows.agent_worker", function, str(stall_s))
+    async def _serve(self, ready: asyncio.Future[None], argv: tuple[str, ...]) -> None:
+        argv = (sys.executable, "-m", "areal_jax.workflows.agent_worker", *argv)
         killed = False
         try:
             async with guarded(*argv) as process:

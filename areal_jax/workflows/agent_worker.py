@@ -1,5 +1,5 @@
-"""python -m areal_jax.workflows.agent_worker FILE.py:NAME STALL_S: a process that runs agent
-functions.
+"""python -m areal_jax.workflows.agent_worker FILE.py:NAME ARGUMENTS STALL_S: a process that runs
+agent functions.
 
 Async functions share the event loop of the main thread, so that they can share a client; other
 functions have a thread each. The worker reads pickled messages on standard input and writes lines
@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
@@ -63,7 +64,8 @@ class Worker:
 
     def __init__(self, function: Callable[..., Any], channel: Channel, stall_s: float) -> None:
         self._function, self._channel, self._stall_s = function, channel, stall_s
-        self._is_async = inspect.iscoroutinefunction(function)
+        called = function if inspect.isroutine(function) else type(function).__call__
+        self._is_async = inspect.iscoroutinefunction(called)
         self._loop = asyncio.new_event_loop()
         self._main = threading.get_ident()
         # By number: put by the loop or an agent's thread, read by the reader.
@@ -180,6 +182,14 @@ class Worker:
                 self._channel.send(kind="blocked", number=agent, seconds=seconds, where=where)
 
 
+def _load(function: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """Load the agent's function, or make an object of its class."""
+    loaded = load_function(function)
+    if isinstance(loaded, type):
+        return loaded(**arguments)
+    return partial(loaded, **arguments) if arguments else loaded
+
+
 def _outcome(result: Any) -> dict[str, Any]:
     """Return the message part of an agent's result: a number, named components of the reward or
     None; TypeError for others.
@@ -230,12 +240,12 @@ def main() -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
-        function = load_function(sys.argv[1])
+        function = _load(sys.argv[1], json.loads(sys.argv[2]))
     except BaseException as error:  # untrusted code: any error of the user's file
         channel.send(kind="unloadable", error=f"{type(error).__name__}: {error}"[:MAX_TEXT])
         os._exit(1)
     channel.send(kind="ready")
-    Worker(function, channel, float(sys.argv[2])).run(source)
+    Worker(function, channel, float(sys.argv[3])).run(source)
 
 
 if __name__ == "__main__":

@@ -215,6 +215,11 @@ class Agent(WorkflowConfig):
         "OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment and the task "
         "as JSON on standard input; its last line of output is the return value of a function",
     )
+    arguments: str = chz.field(
+        default="{}",
+        doc="keyword arguments of the function, a JSON object; a class is made with them once per "
+        "process, and its object is called",
+    )
     timeout_s: float = chz.field(
         validator=POSITIVE,
         default=600.0,
@@ -248,4 +253,29 @@ class Agent(WorkflowConfig):
             "samples of an agent: concatenated (calls that extend one another, token by token, are "
             "one sample) or per_call (each call is one sample)"
         ),
+    )
+
+
+@chz.chz
+class Verifiers(Agent):
+    """Episodes of a taskset of verifiers (extra `verifiers`, in an environment of its own), whose
+    harness calls the policy; all completions are trained on.
+
+    `tasks=Seeds` plays the taskset's tasks in their order, from `tasks.first` on. The names of its
+    rewards are the components of an episode's reward.
+    """
+
+    environment: str = chz.field(doc="taskset of verifiers: a module, a package or a folder")
+    arguments: str = chz.field(
+        default="{}",
+        doc='settings of the environment, a JSON object such as {"taskset": {"size": 100}, '
+        '"agent": {"max_turns": 4}}; by default its harness runs as a process of this machine',
+    )
+    renderer: str | None = chz.field(
+        default=None,
+        doc="folder of the policy's tokenizer, from which verifiers' train client renders prompts "
+        "as token ids; none: the server renders messages by the chat template",
+    )
+    function: str | None = chz.field(
+        default="areal_jax.workflows.verifiers:Player", doc="agent that plays the episodes"
     )

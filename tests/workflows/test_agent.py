@@ -59,6 +59,16 @@ def two_calls(task, base_url, api_key):
 async def in_a_loop(task, base_url, api_key):
     return await asyncio.to_thread(ask, base_url, api_key, [{"role": "user", "content": task.answer}]) != ""
 
+class Made:
+    def __init__(self, reward):
+        self.rewards = iter([reward, reward / 2])
+
+    async def __call__(self, task, base_url, api_key):
+        return await in_a_loop(task, base_url, api_key) and next(self.rewards)
+
+def adjusted(task, base_url, api_key, reward):
+    return ungraded(task, base_url, api_key) or reward
+
 def ungraded(task, base_url, api_key):
     ask(base_url, api_key, [{"role": "user", "content": "q"}])
 
@@ -274,6 +284,22 @@ def test_agent_that_returns_none_has_its_last_answer_graded(
         Agent(function=f"{program}:ungraded_twice"), ScriptedPolicy("7", answer), num_samples=1
     )
     assert [sample.reward for sample in samples] == [reward, reward]
+
+
+def test_arguments_are_the_functions_or_make_its_object_once(program: Path):
+    arguments = '{"reward": 1.0}'
+    [sample] = work(
+        Agent(function=f"{program}:adjusted", arguments=arguments), ScriptedPolicy(), num_samples=1
+    )
+    assert sample.reward == 2.0
+    samples = work(
+        Agent(function=f"{program}:Made", arguments=arguments), ScriptedPolicy(), num_samples=2
+    )
+    assert sorted(sample.reward for sample in samples) == [0.5, 2.0]
+    with pytest.raises(ValueError, match=r"workflow.arguments: expected a JSON object"):
+        work(Agent(function=f"{program}:Made", arguments="1"), ScriptedPolicy())
+    with pytest.raises(ValueError, match=r"unexpected keyword argument 'size'"):
+        work(Agent(function=f"{program}:Made", arguments='{"size": 1}'), ScriptedPolicy())
 
 
 def test_command_is_an_agent(program: Path):
