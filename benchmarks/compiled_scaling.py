@@ -4,7 +4,7 @@
     XLA_FLAGS=--xla_gpu_autotune_level=0 python benchmarks/compiled_scaling.py --compile=h200
     python benchmarks/compiled_scaling.py                             # simulate the stored rows
 
-The first two commands compile `accumulate` for rows of 16k and 32k tokens and the largest
+The first two commands compile `accumulate` for rows of 16k and 32k tokens, `apply`, and the largest
 `generate` of each policy with XLA's own compiler, for devices that are not there (extras `tpu`,
 `gpu`). They append a row for each program to results/compiled_scaling.jsonl: peak memory,
 operations, bytes and collectives. The third gives their least times by the data sheet to the
@@ -22,7 +22,7 @@ Assumptions
 - A micro-batch is one packed row of the context's length on each device, and takes the compiled
   time even if it is not full: rows count as full of one sequence, whose attention is the longest.
 - The pass for the proximal log-probs takes the forward pass's share of the operations of
-  `accumulate`. `apply` reads or writes seven float32 arrays of the parameters of a device.
+  `accumulate`. An update takes the compiled time of `apply`, which sums gradients over copies.
 - A decode step takes the compiled time of all slots, whether they run or not, and reads the cached
   tokens at the memory's bandwidth. The program of 32k serves for 16k, too. Host and launch take
   `step_s` for each dispatch of EngineConfig.steps_per_dispatch steps, prefill 45 % of the peak.
@@ -42,7 +42,7 @@ import argparse
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ from areal_jax.parallel.topologies import compile_only_devices
 from areal_jax.run.compile_report import ProgramReport, Traffic, compile_run
 from areal_jax.run.make_plan import make_shape_plan
 from areal_jax.run.plan import Plan
-from areal_jax.sim.costs import BYTES_PER_WEIGHT, EngineCosts, Step
+from areal_jax.sim.costs import EngineCosts, Step
 from areal_jax.sim.engine import EngineBehavior
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal
@@ -100,12 +100,9 @@ class Engine(NamedTuple):
 ENGINES = {"1.5b": Engine(1, 512), "7b": Engine(1, 256), "32b": Engine(4, 64)}
 GROUPS = 512
 """Prompts of a batch, with 16 answers each."""
+PROGRAMS = ("trainer accumulate", "trainer apply", "engine generate")
 NUM_SIMULATED = 4
 """Splits that are simulated: those with the fastest slower side."""
-CACHE_SHARE = 0.85
-"""Share of an engine's memory for two copies of the weights and the caches."""
-ARRAYS_OF_APPLY = 7
-"""Parameters, gradient and two moments are read, all but the gradient are written."""
 
 
 def make_plan(model: str, context: int, topology: str) -> Plan:
@@ -115,10 +112,6 @@ def make_plan(model: str, context: int, topology: str) -> Plan:
     devices, engine = compile_only_devices(topology), ENGINES[model]
     shape, device = shape_of(model), DEVICES[DEVICE_TYPES[device_name(topology)]]
     half = len(devices) // 2
-    room = CACHE_SHARE * device.memory_bytes * engine.devices
-    room -= 2 * BYTES_PER_WEIGHT * shape.num_params
-    cached = room / (BYTES_PER_WEIGHT * shape.cached_per_token) * half / engine.devices
-    cached = min(cached, half * engine.slots * 1024 * context)
     plans = (
         make_shape_plan(
             Experiment(
@@ -128,7 +121,6 @@ def make_plan(model: str, context: int, topology: str) -> Plan:
                     num_slots=half * engine.slots,
                     max_prompt_tokens=MAX_PROMPT,
                     max_new_tokens=1024 * context - MAX_PROMPT,
-                    kv_tokens=int(cached) // (1024 * half) * 1024 * half,
                 ),
                 trainer=TrainerConfig(rows_per_micro_batch=1, remat=remat),
                 placement=PlacementConfig(
@@ -153,15 +145,15 @@ def device_name(topology: str) -> str:
     return next(name for name, of in TOPOLOGIES.items() if of == topology)
 
 
-def compile_programs(name: str, only: str) -> None:
-    """Compile the programs of all policies and contexts, and store a row of each."""
+def compile_programs(name: str, only: str, programs: Sequence[str]) -> None:
+    """Compile programs of all policies and contexts, and store a row of each."""
     for (model, context), _ in FIGURE_4.items():
         if not f"{model} {context}".startswith(only):
             continue
         plan = make_plan(model, context, TOPOLOGIES[name])
-        wanted = ["trainer accumulate"]
         # The longest page table serves for all contexts.
-        wanted += ["engine generate"] if context == max(CONTEXTS) else []
+        skipped = () if context == max(CONTEXTS) else ("engine generate",)
+        wanted = tuple(each for each in programs if each not in skipped)
 
         def store(report: ProgramReport, plan: Plan = plan, context: int = context) -> None:
             row = describe(report)
@@ -172,7 +164,10 @@ def compile_programs(name: str, only: str) -> None:
                 "train_mesh": dict(plan.train_mesh.shape),
                 "forecast_bytes": dict(plan.train_bytes()),
                 "kv_bytes": plan.engine.kv_bytes(),
-                "kv_tokens": plan.engine.config.kv_tokens
+                "kv_tokens": (
+                    plan.engine.config.kv_tokens
+                    or plan.engine.config.num_slots * plan.engine.config.max_tokens
+                )
                 * ENGINES[plan.experiment.name].devices
                 // plan.rollout_mesh.size,
                 "steps_per_dispatch": plan.engine.config.steps_per_dispatch,
@@ -182,7 +177,7 @@ def compile_programs(name: str, only: str) -> None:
         compile_run(
             plan,
             TOPOLOGIES[name],
-            is_wanted=lambda program, wanted=tuple(wanted): program.startswith(wanted),
+            is_wanted=lambda program, wanted=wanted: program.startswith(wanted),
             on_report=store,
         )
 
@@ -205,6 +200,7 @@ class Programs:
     """Compiled figures of a policy and a context on a type of device."""
 
     accumulate: Mapping[str, Any]
+    apply: Mapping[str, Any]
     generate: Mapping[str, Any]
     """Of the longest context."""
 
@@ -217,7 +213,13 @@ class Programs:
 
     def micro_batch_s(self, num_devices: int) -> float:
         """Return the least time of a micro-batch on so many train devices."""
-        row = self.accumulate
+        return self._least_s(self.accumulate, num_devices)
+
+    def update_s(self, num_devices: int) -> float:
+        """Return the least time of an update's sum over copies and optimizer."""
+        return self._least_s(self.apply, num_devices)
+
+    def _least_s(self, row: Mapping[str, Any], num_devices: int) -> float:
         compiled, copies = row["train_mesh"]["data"], num_devices // self.shards
         grown = (1 - 1 / copies) / (1 - 1 / compiled)
         traffic = tuple(
@@ -285,8 +287,7 @@ class CompiledCluster(SimulatedCluster):
         micro_batch_s = programs.micro_batch_s(devices)
         update_s = num_mini_batches * math.ceil(rows / num_mini_batches / devices) * micro_batch_s
         pass_s = math.ceil(rows / devices) * micro_batch_s * programs.forward_share
-        of_device = 4 * self.model.num_params / programs.shards
-        apply_s = num_mini_batches * ARRAYS_OF_APPLY * of_device / self.device.bytes_per_s
+        apply_s = num_mini_batches * programs.update_s(devices)
         return float(update_s + pass_s + apply_s + self.efficiency.update_s)
 
 
@@ -383,8 +384,9 @@ def read_programs() -> Iterator[tuple[str, Programs]]:
             rows[row["device"], row["model"], row["context"], verb] = row
     for (device, model, context, verb), row in rows.items():
         generate = rows.get((device, model, max(CONTEXTS), "generate"))
-        if verb == "accumulate" and generate is not None:
-            yield f"{model}, {context}k, {device}", Programs(row, generate)
+        apply = rows.get((device, model, context, "apply"))
+        if verb == "accumulate" and generate is not None and apply is not None:
+            yield f"{model}, {context}k, {device}", Programs(row, apply, generate)
 
 
 def main() -> None:
@@ -392,6 +394,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--compile", choices=TOPOLOGIES)
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
     parser.add_argument(
         "--only",
         default="",
@@ -399,7 +402,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.compile:
-        compile_programs(arguments.compile, arguments.only)
+        compile_programs(arguments.compile, arguments.only, arguments.programs)
         return
     first, last = min(SIZES), max(SIZES)
     for name, programs in read_programs():

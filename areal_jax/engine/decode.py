@@ -105,9 +105,9 @@ class DecodeEngine:
         if self.reader == "plain" and platform != "cpu":
             logger.warning(
                 "slow path part=decoding kernel=plain platform=%s head_dim=%d page_tokens=%d "
-                "kv_dtype=%s: no kernel of paged attention supports these; kernels for GPUs need a "
-                "head size and engine.page_tokens that are powers of two from 16, those for TPUs "
-                "multiples of 8 tokens",
+                "kv_dtype=%s: no kernel of paged attention supports these; that for GPUs needs "
+                "a head size that is a multiple of 16 and engine.page_tokens that is a power of "
+                "two from 16, that for TPUs multiples of 8 tokens",
                 platform,
                 policy.config.head_dim,
                 config.page_tokens,

@@ -863,7 +863,9 @@ def _product(
     if isinstance(w, ShardedMatrix):
         flat = w.w.reshape(math.prod(w.w.shape[:num_inputs]), -1)
         product: Array = sharded_product(x, flat, w.shards)
-        return product.reshape(*x.shape[:2], *w.w.shape[num_inputs:])
+        # An output that is the width may have tiles in the matrix, and has one dimension.
+        outputs = w.w.shape[num_inputs:] if w.shards.dim == 0 else product.shape[2:]
+        return product.reshape(*x.shape[:2], *outputs)
     flat = w.reshape(math.prod(w.shape[:num_inputs]), -1)
     return _flat_product(x, flat).reshape(*x.shape[:2], *w.shape[num_inputs:])
 

@@ -322,7 +322,7 @@ def local_experts(
     )
 
 
-def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
+def sharded_experts(mesh: Mesh, rules: Rules, copies: tuple[str, ...] = ()) -> Experts:
     """Make the computation of experts on a mesh (expert parallelism).
 
     `rules` shard experts like their parameters and tokens like rows. Devices that differ in rows
@@ -333,6 +333,7 @@ def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
     Args:
         mesh: mesh of the policy.
         rules: logical axes to mesh axes.
+        copies: axes of copies that have tiles in the matrices (`parallel.fsdp.Copies`).
     """
 
     def experts(
@@ -351,7 +352,9 @@ def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
         shared = tuple(name for name in _names(tokens[0]) if name in expert_axes)
 
         inner = PartitionSpec(wide[0], wide[2])
-        in_specs = (*(tokens,) * 3, _specs(gate, wide), _specs(up, wide), _specs(down, inner))
+        into = PartitionSpec(wide[0], copies, wide[2])
+        out = PartitionSpec(wide[0], wide[2], copies)
+        in_specs = (*(tokens,) * 3, _specs(gate, into), _specs(up, into), _specs(down, out))
         if biases:
             in_specs = (*in_specs, inner, inner, PartitionSpec(wide[0]))
 

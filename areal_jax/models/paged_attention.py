@@ -227,8 +227,10 @@ def choose_paged_kernel(
         is_latent: whether keys are also the values.
     """
     match platform:
-        case "gpu" | "cuda" if not is_latent and all(
-            size >= 16 and size.bit_count() == 1 for size in (head_dim, page_tokens)
+        case "gpu" | "cuda" if (
+            not is_latent
+            and head_dim % 16 == 0
+            and (page_tokens >= 16 and page_tokens.bit_count() == 1)
         ):
             return "gpu"
         case "tpu" if page_tokens % 8 == 0:

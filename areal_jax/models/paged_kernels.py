@@ -56,7 +56,7 @@ def gpu_paged_attention(
         sinks: score of one more key of each head, whose value is 0; None: there is none.
         interpret: run the kernel in interpret mode, without a GPU.
 
-    Page size p and head size H are powers of two.
+    Page size p is a power of two, head size H a multiple of 16.
 
     Raises:
         ValueError: the keys are too large for 32-bit indices.
@@ -136,20 +136,30 @@ def _attend_to_part(
     window: int | None,
     dot: Any,
 ) -> None:
-    """Compute a running softmax over one part of the blocks of a row (arXiv:2205.14135)."""
+    """Compute a running softmax over one part of the blocks of a row (arXiv:2205.14135).
+
+    Triton's arrays have sizes that are powers of two: a head is read in pieces of such sizes. The
+    function has more than 60 lines because the loop's body reads the references of all arguments.
+    """
     (rows, H), p = q_ref.shape, k_ref.shape[1]
+    pieces = [pl.ds(start, size) for start, size in _pieces(H)]
     W, length = width * p, length_ref[0]
     first = 0 if window is None else jnp.maximum(length - window, 0) // W
     num_blocks = pl.cdiv(length, W)
     blocks_per_part = pl.cdiv(num_blocks - first, num_parts)
     start = first + pl.program_id(2) * blocks_per_part
-    q = q_ref[...]
+    q = [q_ref[:, piece] for piece in pieces]
 
-    def add_block(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add_block(j: Array, sums: tuple[Any, Array, Array]) -> tuple[Any, Array, Array]:
         out, highest, weight = sums
         ids = table_ref[pl.ds(j * width, width)]
-        k, v = k_ref[ids].reshape(W, H).astype(q.dtype), v_ref[ids].reshape(W, H).astype(q.dtype)
-        scores = dot(q, k.T).astype(jnp.float32)
+
+        def read(ref: Any) -> list[Array]:
+            return [ref[ids, :, each].reshape(W, -1).astype(q[0].dtype) for each in pieces]
+
+        scores = sum(
+            dot(of_q, of_k.T).astype(jnp.float32) for of_q, of_k in zip(q, read(k_ref), strict=True)
+        )
         if k_scale_ref is not None:
             scores = scores * k_scale_ref[ids].reshape(1, W)
         columns = j * W + jnp.arange(W)
@@ -165,18 +175,31 @@ def _attend_to_part(
         weight = shrink * weight + exp.sum(axis=-1)
         if v_scale_ref is not None:
             exp = exp * v_scale_ref[ids].reshape(1, W)
-        return (
-            shrink[:, None] * out + dot(exp.astype(q.dtype), v).astype(jnp.float32),
-            new_highest,
-            weight,
-        )
+        exp = exp.astype(q[0].dtype)
+        out = [
+            shrink[:, None] * of_out + dot(exp, of_v).astype(jnp.float32)
+            for of_out, of_v in zip(out, read(v_ref), strict=True)
+        ]
+        return out, new_highest, weight
 
     none = (
-        jnp.zeros((rows, H), jnp.float32),
+        [jnp.zeros((rows, size), jnp.float32) for _, size in _pieces(H)],
         jnp.full((rows,), _LOWEST, jnp.float32),
         jnp.zeros((rows,), jnp.float32),
     )
     out, highest, weight = jax.lax.fori_loop(
         start, jnp.minimum(start + blocks_per_part, num_blocks), add_block, none
     )
-    out_ref[...], highest_ref[...], weight_ref[...] = out, highest, weight
+    for piece, of_out in zip(pieces, out, strict=True):
+        out_ref[:, piece] = of_out
+    highest_ref[...], weight_ref[...] = highest, weight
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    """Return starts and sizes of the fewest pieces that are powers of two: 80 is 64 and 16."""
+    starts, start = [], 0
+    for bit in reversed(range(size.bit_length())):
+        if size & 1 << bit:
+            starts.append((start, 1 << bit))
+            start += 1 << bit
+    return starts

@@ -3,13 +3,16 @@ scattered in one step.
 
 Left to itself, the compiler reduces a gradient on every device and then takes each device's part of
 it, which is twice the traffic and a whole float32 gradient in memory, unless a later pass happens
-to fuse both; and it may gather small parts of a width by an all-reduce of zeros.
+to fuse both; and it may gather small parts of a width by an all-reduce of zeros. It also sums
+gradients over the copies of the parameters (the axis `data`) in every micro-batch, where once for
+an update is enough.
 
 Axes: N devices of the width, B rows, T tokens, I inputs, O outputs, V vocabulary, D width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +21,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from areal_jax.parallel.sharding import Rules, sharding
+from areal_jax.parallel.sharding import Rules, abstract, sharding
+
+COPIES = ("data",)
+"""Mesh axes over which parameters are repeated."""
 
 MIN_LOOKUP_WIDTH = 128
 """Least width of a part of the embedding in which tokens of other devices are looked up: a TPU
@@ -39,6 +45,8 @@ class FullySharded:
         across: Axes that shard its other dimension (tensor parallelism).
         tokens: Axes of rows and of tokens.
         dim: Dimension of the matrix that is its width.
+        copies: Axes of the copies that have tiles of their own in the matrix (`Copies`), so that
+            its gradient is not summed over them.
     """
 
     mesh: Mesh
@@ -46,13 +54,14 @@ class FullySharded:
     across: tuple[str, ...]
     tokens: tuple[tuple[str, ...], tuple[str, ...]]
     dim: int
+    copies: tuple[str, ...] = ()
 
-    def gather(self, w: Float[Array, "I O"]) -> Float[Array, "I O"]:
-        """Gather the width of a matrix."""
+    def gather(self, w: Float[Array, "_I _O"]) -> Float[Array, "I O"]:
+        """Gather the width of a matrix; of tiles, each device that of its copy."""
         return self._on_devices(self.gather_part, (self._of_matrix(),), self._of_matrix(()))(w)
 
     def gradients(
-        self, function: Callable[..., Array], w: Float[Array, "I O"], *arguments: Any, wide: int
+        self, function: Callable[..., Array], w: Float[Array, "_I _O"], *arguments: Any, wide: int
     ) -> Array:
         """Compute a gradient on each device for its tokens, and sum it over all of them.
 
@@ -76,7 +85,7 @@ class FullySharded:
     def run_on_parts(
         self,
         function: Callable[..., tuple[Array, ...]],
-        w: Float[Array, "I O"],
+        w: Float[Array, "_I _O"],
         *arguments: Any,
         num_arrays: int,
         wide: int | None = None,
@@ -103,25 +112,32 @@ class FullySharded:
 
     def gather_part(self, part: Array) -> Array:
         """Gather the width of a part, on each device."""
+        if not self.width:
+            return part
         return jax.lax.all_gather(part, self.width, axis=self.dim, tiled=True)
 
     def scatter_part(self, whole: Array) -> Array:
         """Sum over the devices of the width, of which each gets its part."""
+        if not self.width:
+            return whole
         return jax.lax.psum_scatter(whole, self.width, scatter_dimension=self.dim, tiled=True)
 
     def gather_tokens(self, tokens: Int[Array, "B T"]) -> Int[Array, "N B T"]:
         """Gather the tokens of the devices of the width, on each device."""
-        return jax.lax.all_gather(tokens, self.width)
+        return tokens[None] if not self.width else jax.lax.all_gather(tokens, self.width)
 
     def exchange(self, x: Array, split: int, concat: int) -> Array:
         """Exchange equal parts of one dimension among the devices of the width, joined along
         another, on each device.
         """
-        return jax.lax.all_to_all(x, self.width, split, concat, tiled=True)
+        return x if not self.width else jax.lax.all_to_all(x, self.width, split, concat, tiled=True)
 
     def sum_over_rest(self, part: Array) -> Array:
-        """Sum a part over the devices of other tokens that have the same part of the width."""
-        rest = tuple(axis for axis in chain(*self.tokens) if axis not in self.width)
+        """Sum a part over the devices of other tokens that have the same part of the width, but not
+        over copies with tiles of their own.
+        """
+        apart = (*self.width, *self.copies)
+        rest = tuple(axis for axis in chain(*self.tokens) if axis not in apart)
         return jax.lax.psum(part, rest) if rest else part
 
     def first(self, size: int) -> Int[Array, ""] | int:
@@ -141,7 +157,7 @@ class FullySharded:
         return jax.lax.pmax(x, self.across) if self.across else x
 
     def _of_matrix(self, width: tuple[str, ...] | None = None) -> PartitionSpec:
-        width = self.width if width is None else width
+        width = (*self.copies, *self.width) if width is None else width
         return PartitionSpec(*((width, self.across) if self.dim == 0 else (self.across, width)))
 
     def _on_devices(self, function: Callable[..., Any], ins: Any, out: Any) -> Callable[..., Any]:
@@ -160,21 +176,105 @@ def fully_sharded(
     shape: tuple[int, int],
     tokens: tuple[int, int],
     rules: Rules,
+    copies: tuple[str, ...] = (),
 ) -> FullySharded | None:
-    """Return how a matrix is sharded over the devices of its tokens; None where it is not.
+    """Return how a matrix is sharded over the devices of its tokens; None where it is not, and has
+    no tiles either.
 
     Args:
         mesh: The train mesh.
         axes: Logical axes of its two dimensions, one of which is `embed`.
-        shape: Their sizes.
+        shape: Their sizes, without tiles.
         tokens: Number of rows, and of tokens of each.
         rules: Logical axes to mesh axes.
+        copies: Axes of copies with tiles of their own.
     """
     dim = axes.index("embed")
     both = _names(sharding(mesh, axes, shape, rules).spec)
     by_tokens = _names(sharding(mesh, ("batch", "tokens"), tokens, rules).spec)
-    found = FullySharded(mesh, both[dim], both[1 - dim], by_tokens, dim)
-    return found if found.width and {*found.width} <= {*chain(*by_tokens)} else None
+    found = FullySharded(mesh, both[dim], both[1 - dim], by_tokens, dim, copies)
+    is_sharded = found.width or copies
+    return found if is_sharded and {*found.width} <= {*chain(*by_tokens)} else None
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Tiles of parameters: one for each copy of them on the train mesh, side by side.
+
+    A gradient with respect to tiles is one for each copy, of its own tokens, and takes the memory
+    of one gradient on each device. It is summed over copies once, when all tokens have been read.
+
+    Attributes:
+        placed: Tree of the shardings of the parameters.
+        dims: Tree of the dimensions along which each parameter is tiled; NOT_TILED: it is not, and
+            its gradient is summed at once.
+    """
+
+    placed: Any
+    dims: Any
+
+    def abstract(self, shapes: Any) -> Any:
+        """Return the shapes and shardings of the tiles."""
+
+        def tiled(leaf: Any, how: NamedSharding, dim: int) -> Any:
+            sizes = list(leaf.shape)
+            if dim != NOT_TILED:
+                sizes[dim] *= math.prod(how.mesh.shape[axis] for axis in COPIES)
+            return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
+
+        shapes = jax.tree.map(tiled, shapes, self.placed, self.dims)
+        return abstract(shapes, jax.tree.map(_tiled, self.placed, self.dims))
+
+    def tile(self, params: Any) -> Any:
+        """Return the tiles of parameters. No device reads another one's memory."""
+
+        def tile(leaf: Array, how: NamedSharding, dim: int) -> Array:
+            return leaf if dim == NOT_TILED else _per_device(how, _tiled(how, dim))(leaf)
+
+        return jax.tree.map(tile, params, self.placed, self.dims)
+
+    def sum(self, tiles: Any) -> Any:
+        """Sum over copies; the result is sharded as the parameters."""
+
+        def add(leaf: Array, how: NamedSharding, dim: int) -> Array:
+            if dim == NOT_TILED:
+                return leaf
+            return _per_device(_tiled(how, dim), how, partial(jax.lax.psum, axis_name=COPIES))(leaf)
+
+        return jax.tree.map(add, tiles, self.placed, self.dims)
+
+
+NOT_TILED = -1
+
+
+def untile(tiles: Array, how: NamedSharding, dim: int) -> Array:
+    """Return a parameter from its tiles, one after another along a dimension.
+
+    Args:
+        tiles: The tiles.
+        how: Sharding of the parameter.
+        dim: The dimension.
+    """
+    return _per_device(_tiled(how, dim), how)(tiles)
+
+
+def _tiled(how: NamedSharding, dim: int) -> NamedSharding:
+    """Return the sharding of the tiles of an array."""
+    if dim == NOT_TILED:
+        return how
+    spec = [*how.spec, *[None] * (dim + 1 - len(how.spec))]
+    names = spec[dim]
+    spec[dim] = (*COPIES, *((names,) if isinstance(names, str) else names or ()))
+    return NamedSharding(how.mesh, PartitionSpec(*spec), memory_kind=how.memory_kind)
+
+
+def _per_device(
+    ins: NamedSharding, out: NamedSharding, function: Callable[[Array], Array] = lambda part: part
+) -> Callable[[Array], Array]:
+    # check_vma=False: copies are equal before they are tiled, and after they are summed.
+    return jax.shard_map(
+        function, mesh=ins.mesh, in_specs=ins.spec, out_specs=out.spec, check_vma=False
+    )
 
 
 def _names(spec: PartitionSpec) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -201,7 +301,7 @@ class ShardedMatrix:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def sharded_product(
-    x: Float[Array, "B T I"], w: Float[Array, "I O"], shards: FullySharded
+    x: Float[Array, "B T I"], w: Float[Array, "_I _O"], shards: FullySharded
 ) -> Float[Array, "B T O"]:
     """Compute x · w in the dtype of x; the gradient of w is summed over tokens in float32."""
     return x @ shards.gather(w.astype(x.dtype))
@@ -229,7 +329,7 @@ sharded_product.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def sharded_lookup(
-    embed: Float[Array, "V D"], tokens: Int[Array, "B T"], dtype: DTypeLike, shards: FullySharded
+    embed: Float[Array, "V _D"], tokens: Int[Array, "B T"], dtype: DTypeLike, shards: FullySharded
 ) -> Float[Array, "B T D"]:
     """Return the rows of `tokens`; the gradient of `embed` is summed over tokens in float32.
 

@@ -22,7 +22,7 @@ from areal_jax.parallel.fsdp import FullySharded
 
 def token_logprobs(
     hidden: Float[Array, "B T D"],
-    head: Float[Array, "D V"],
+    head: Float[Array, "_D V"],
     tokens: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
     *,
@@ -38,7 +38,7 @@ def token_logprobs(
 
     Args:
         hidden: last hidden states.
-        head: output matrix; cast to the dtype of `hidden` for the product.
+        head: output matrix, or tiles of it; cast to the dtype of `hidden` for the product.
         tokens: token ids.
         segment_ids: sequence of each token in its row; 0: padding.
         temperature: divides the logits, as in sampling.
@@ -291,7 +291,7 @@ _predict.defvjp(_predict_forward, _predict_backward)
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _predict_sharded(
     hidden: Float[Array, "B T D"],
-    head: Float[Array, "D V"],
+    head: Float[Array, "_D V"],
     targets: Int[Array, "B T"],
     temperature: float,
     learns_entropy: bool,

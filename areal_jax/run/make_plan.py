@@ -49,7 +49,13 @@ from areal_jax.run.models import (
 )
 from areal_jax.run.plan import Plan, TrainingPlan, decodes
 from areal_jax.run.prompt_limits import limit_prompts
+from areal_jax.sim.costs import BYTES_PER_WEIGHT
+from areal_jax.sim.hardware import device_of_kind
 from areal_jax.trainer.forward import check_row_shards
+
+CACHE_SHARE = 0.85
+"""Share of an engine's memory for two versions of the weights and the caches, in a plan to compile.
+"""
 
 
 def make_plan(
@@ -106,7 +112,8 @@ def make_shape_plan(
 ) -> Plan:
     """Make a plan to compile, without weights, tasks and a tokenizer of its own.
 
-    No program depends on the tokenizer, for which that of the embedded policy stands.
+    No program depends on the tokenizer, for which that of the embedded policy stands. Without
+    engine.kv_tokens, the KV caches are those of all slots, or as much as the devices hold.
 
     Args:
         experiment: settings of the run.
@@ -120,6 +127,7 @@ def make_shape_plan(
     row_tokens = experiment.trainer.row_tokens or experiment.engine.max_tokens
     with config_errors():
         meshes, policy = _make_meshes(experiment, devices), Policy(model)
+        experiment = _with_caches_that_fit(experiment, model, meshes.rollout)
         check_row_shards(policy, meshes.train, row_tokens)
         training = shard_to_fit(
             TrainingPlan(
@@ -224,6 +232,21 @@ def find_examples(
         seed=derive_seed(experiment.seed, "examples"),
         max_tokens=min(training.row_tokens, training.policy.config.max_positions),
     )
+
+
+def _with_caches_that_fit(experiment: Experiment, model: ModelConfig, rollout: Mesh) -> Experiment:
+    """Return the experiment with the KV caches that fit beside two versions of the weights."""
+    engine, kind = experiment.engine, rollout.devices.flat[0].device_kind
+    if engine.kv_tokens:
+        return experiment
+    tensor = rollout.shape["tensor"]
+    room = CACHE_SHARE * device_of_kind(kind)[1].memory_bytes * tensor
+    room -= 2 * BYTES_PER_WEIGHT * model.num_params
+    per_shard = int(room / (BYTES_PER_WEIGHT * model.cached_per_token))
+    fits = max(1, per_shard // engine.page_tokens) * engine.page_tokens * rollout.size // tensor
+    if fits >= engine.num_slots * engine.max_tokens:
+        return experiment
+    return chz.replace(experiment, engine=chz.replace(engine, kv_tokens=fits))
 
 
 def _make_engines(

@@ -30,11 +30,26 @@ from areal_jax.models.delta_rule import sharded_recurrence
 from areal_jax.models.moe import Routing, ids_dtype, sharded_experts
 from areal_jax.models.vision.tower import MAX_DENSE_PATCHES, ImageInputs
 from areal_jax.parallel.compilation import Compiler, compile_lowered
-from areal_jax.parallel.fsdp import FullySharded, ShardedMatrix, fully_sharded
-from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, sharding
+from areal_jax.parallel.fsdp import (
+    COPIES,
+    NOT_TILED,
+    Copies,
+    FullySharded,
+    ShardedMatrix,
+    fully_sharded,
+    untile,
+)
+from areal_jax.parallel.sharding import (
+    TRAIN_RULES,
+    batch_sharding,
+    num_shards,
+    sharding,
+    shardings,
+)
 from areal_jax.rl.distillation import TeacherTargets
 from areal_jax.rl.logprobs import token_logprobs, top_predictions
 from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.state import trained
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +218,38 @@ class Forward:
             if self.row_patches > MAX_DENSE_PATCHES:
                 # Whole blocks of attention.
                 self.row_patches += -self.row_patches % MAX_DENSE_PATCHES
+        # Adapters are small, and their gradients are summed at once.
+        has_copies = not policy.lora and any(mesh.shape[axis] > 1 for axis in COPIES)
+        self._tile_axes = COPIES if has_copies else ()
+        self._table = policy.config.hidden_size, policy.config.vocab_size
         self._programs: dict[int, jax.stages.Compiled] = {}
+
+    @property
+    def copies(self) -> Copies:
+        """Tiles of the trained parameters, with which gradients are summed over copies of them once
+        for an update.
+        """
+        of_model = trained(self.policy)
+
+        def tiled_dim(path: tuple[Any, ...], names: tuple[str, ...], leaf: Any) -> int:
+            is_tiled = self._tile_axes and path[0].key in ("embed", "head", "layers")
+            # Matrices of experts have three dimensions and that of the layers; others are vectors.
+            if is_tiled and (
+                (len(names) == 4 and names[1] == "experts")
+                or self._shards(names, leaf.shape, self._tile_axes) is not None
+            ):
+                return names.index("embed")
+            return NOT_TILED
+
+        return Copies(
+            shardings(self.mesh, of_model.axes, of_model.abstract, TRAIN_RULES),
+            jax.tree_util.tree_map_with_path(
+                tiled_dim,
+                of_model.axes,
+                of_model.abstract,
+                is_leaf=lambda node: isinstance(node, tuple),
+            ),
+        )
 
     @property
     def placed(self) -> NamedSharding:
@@ -340,6 +386,8 @@ class Forward:
         base: Params,
         inputs: ModelInputs,
         targets: Int[Array, "B T"] | None = None,
+        *,
+        is_tiled: bool = False,
     ) -> Predictions:
         """Return what the policy predicts of a micro-batch.
 
@@ -349,9 +397,11 @@ class Forward:
             inputs: What it reads.
             targets: Tokens whose log-probs are returned, each at its place in the row; None: those
                 that it reads.
+            is_tiled: Whether `params` are tiles of `copies`.
         """
         whole = self.whole(params, base)
-        hidden, routing = self.hidden(whole, inputs)
+        copies = self._tile_axes if is_tiled else ()
+        hidden, routing = self.hidden(whole, inputs, copies)
         if self.policy.config.is_scalar:
             return Predictions(self.policy.values(whole, hidden), None, routing, hidden, None)
         head = self.policy.head(whole)
@@ -363,8 +413,10 @@ class Forward:
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
             learns_entropy=self.learns_entropy,
-            shards=self._shards(("embed", "vocab"), head.shape),
+            shards=self._shards(("embed", "vocab"), self._table, copies),
         )
+        if copies:
+            head = self._untiled_head(head)
         return Predictions(logp, entropy, routing, hidden, head)
 
     def whole(self, params: Params, base: Params) -> Params:
@@ -375,23 +427,24 @@ class Forward:
         return lora.attach(self.policy, base, params) if self.policy.lora and base else params
 
     def hidden(
-        self, whole: Params, inputs: ModelInputs
+        self, whole: Params, inputs: ModelInputs, copies: tuple[str, ...] = ()
     ) -> tuple[Float[Array, "B T D"], Routing | None]:
         """Return the hidden states after the last layer, and the routing.
 
         Args:
             whole: Result of `whole`.
             inputs: Tokens, segment ids and positions.
+            copies: Axes of copies that have tiles in the parameters.
         """
         embed = whole["embed"]
-        shards = self._shards(("vocab", "embed"), embed.shape)
+        shards = self._shards(("vocab", "embed"), self._table[::-1], copies)
         whole = whole | {
             "embed": self._constrain(embed, ("vocab",))
             if shards is None
             else ShardedMatrix(embed, shards)
         }
         if not self.policy.lora:
-            whole = whole | {"layers": self._sharded_layers(whole["layers"])}
+            whole = whole | {"layers": self._sharded_layers(whole["layers"], copies)}
         images = None
         if inputs.images is not None:
             if self.freezes_vision:
@@ -415,7 +468,7 @@ class Forward:
             unroll=self.remat == "none"
             and self.policy.config.num_hidden_layers <= MAX_UNROLLED_LAYERS,
             remat=self.remat,
-            experts=sharded_experts(self.mesh, TRAIN_RULES),
+            experts=sharded_experts(self.mesh, TRAIN_RULES, copies),
             recur=sharded_recurrence(self.mesh, TRAIN_RULES),
             counted=inputs.segment_ids > 0,
             replay=inputs.experts,
@@ -423,29 +476,50 @@ class Forward:
         )
         return self._constrain(hidden, ("batch", "tokens")), routing
 
-    def _sharded_layers(self, layers: Params) -> Params:
+    def _sharded_layers(self, layers: Params, copies: tuple[str, ...]) -> Params:
         """Return the layers with matrices that are gathered and whose gradients are scattered."""
 
-        def sharded(names: tuple[str, ...], leaf: Array) -> Any:
-            # Leaves are stacked. Experts gather their own.
-            if "embed" not in names or len(names) < 3 or "experts" in names:
-                return leaf
-            # Heads and their sizes are one dimension of the flattened matrix.
-            is_first = names[1] == "embed"
-            axes = ("embed", names[2]) if is_first else (names[1], "embed")
-            shards = self._shards(axes, (leaf.shape[1], leaf.shape[2 if is_first else -1]))
+        def sharded(names: tuple[str, ...], shape: Any, leaf: Array) -> Any:
+            shards = self._shards(names, shape.shape, copies)
             return leaf if shards is None else ShardedMatrix(leaf, shards)
 
         return jax.tree.map(
             sharded,
             self.policy.axes()["layers"],
+            self.policy.abstract()["layers"],
             layers,
             is_leaf=lambda node: isinstance(node, tuple),
         )
 
-    def _shards(self, axes: tuple[str, str], shape: tuple[int, ...]) -> FullySharded | None:
+    def _shards(
+        self, names: tuple[str, ...], shape: tuple[int, ...], copies: tuple[str, ...] = ()
+    ) -> FullySharded | None:
+        """Return how a matrix is sharded, or a stack of them; None for other parameters.
+
+        Args:
+            names: Its logical axes.
+            shape: Its shape without tiles.
+            copies: Axes of copies that have tiles in it.
+        """
+        if names[0] == "layers":
+            names, shape = names[1:], shape[1:]
+        # Experts gather their own.
+        if "embed" not in names or len(names) < 2 or "experts" in names:
+            return None
+        # Heads and their sizes are one dimension of the flattened matrix.
+        is_first = names[0] == "embed"
+        axes = ("embed", names[1]) if is_first else (names[0], "embed")
+        sizes = shape[0], shape[1 if is_first else -1]
         tokens = self.rows, self.row_tokens
-        return fully_sharded(self.mesh, axes, (shape[0], shape[1]), tokens, TRAIN_RULES)
+        return fully_sharded(self.mesh, axes, sizes, tokens, TRAIN_RULES, copies)
+
+    def _untiled_head(self, head: Float[Array, "_D V"]) -> Float[Array, "D V"]:
+        """Return a tiled head without tiles."""
+        width, vocabulary = self._table
+        placed = sharding(self.mesh, ("embed", "vocab"), (width, vocabulary), TRAIN_RULES)
+        # jax 0.12 does not accumulate gradients in place that come out of the unchecked shard_map,
+        # hence the product with 1, which the compiler removes.
+        return untile(head * 1, placed, 0)
 
     def _constrain(self, x: Array, axes: tuple[str, ...]) -> Array:
         return jax.lax.with_sharding_constraint(x, sharding(self.mesh, axes, x.shape, TRAIN_RULES))

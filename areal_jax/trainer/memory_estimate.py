@@ -83,7 +83,9 @@ def predicted_bytes(
         # One layer is recomputed when the logits have been freed.
         layer = max(0, layer + of_layer - logits)
     if mesh.shape["data"] > 1:
-        # Gradients are summed over devices after the last layer, beside those accumulated before.
+        # Gradients of adapters are summed over devices after the last layer, beside those
+        # accumulated before. Others are summed in an update, and need less than this: at 7B on H200
+        # the forecast is 10 % above the compiled need.
         gathered += params
     activations = saved + layer
     moments = bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state)

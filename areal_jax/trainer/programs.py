@@ -89,7 +89,7 @@ class Accumulated(NamedTuple):
     """Sums over the micro-batches of a mini-batch."""
 
     gradients: Params
-    """float32."""
+    """float32. Tiled: copies of the parameters have gradients of their own (`Copies`)."""
     measured: Measured
 
 
@@ -121,6 +121,7 @@ class UpdatePrograms:
         self.shardings: StateShardings = state_shardings(
             policy, mesh, self._optimizer, offload=config.optimizer.offload
         )
+        self._copies = forward.copies
         self._compiled: dict[str, jax.stages.Compiled] = {}
 
     @property
@@ -205,8 +206,10 @@ class UpdatePrograms:
         """
         sums = jax.tree.map(jax.new_ref, accumulated.gradients)
         pulled: tuple[Array, Any, Measured] = jax.vjp(
-            lambda params: self._loss(params, base, batch, num_tokens, proximal_is_current),
-            params,
+            lambda tiles: self._loss(
+                tiles, base, batch, num_tokens, proximal_is_current, is_tiled=True
+            ),
+            self._copies.tile(params),
             has_aux=True,
         )
         loss, backward, measured = pulled
@@ -270,6 +273,7 @@ class UpdatePrograms:
     ) -> tuple[Params, optax.OptState, Applied]:
         """Update once, or return the arguments unchanged if loss or gradient is not finite."""
         gradients, (metrics, off_policy) = accumulated
+        gradients = self._copies.sum(gradients)
         # Nothing is computed in host memory; if the state lies on the devices, this does nothing.
         opt_state = jax.device_put(opt_state, jax.tree.map(_on_device, self.shardings.opt_state))
         norm = optax.tree.norm(gradients)
@@ -295,10 +299,13 @@ class UpdatePrograms:
         batch: DeviceBatch,
         num_tokens: Float[Array, ""],
         proximal_is_current: Bool[Array, ""],
+        *,
+        is_tiled: bool = False,
     ) -> tuple[Float[Array, ""], Measured]:
         """Return the objective with the entropy bonus and the load-balance loss of experts."""
         config, moe = self._config, self._forward.policy.config.moe
-        predictions = self._forward.predictions(params, base, self._forward.inputs(batch))
+        inputs = self._forward.inputs(batch)
+        predictions = self._forward.predictions(params, base, inputs, is_tiled=is_tiled)
         logp, entropy, routing, *_ = predictions
         result = self._objective.loss(logp, batch, num_tokens, proximal_is_current)
         if self._objective.distillation is not None:
@@ -353,10 +360,8 @@ class UpdatePrograms:
         forward = self._forward
         params, base = self._trained.abstract, frozen(forward.policy, forward.compute_dtype)
         _, measured = jax.eval_shape(self._loss, params, base, self._abstract_batch(), *_SCALARS)
-        shardings = Accumulated(
-            self.shardings.params, jax.tree.map(lambda _: self._replicated(), measured)
-        )
-        return abstract(Accumulated(params, measured), shardings)
+        everywhere = jax.tree.map(lambda _: self._replicated(), measured)
+        return Accumulated(self._copies.abstract(params), abstract(measured, everywhere))
 
     def _replicated(self) -> NamedSharding:
         return NamedSharding(self._forward.mesh, PartitionSpec())

@@ -17,6 +17,7 @@ from areal_jax.models.paged_attention import (
     Pages,
     attend_to_pages,
     choose_paged_kernel,
+    quantize,
     read_pages,
     write_pages,
 )
@@ -82,6 +83,24 @@ def test_gpu_paged_kernel_matches_the_formula(window: int | None):
     np.testing.assert_allclose(out, by_formula(q, window)[:, 0], atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_gpu_paged_kernel_reads_heads_in_pieces(dtype: str):
+    # 32 + 16, and 64 + 32 + 16.
+    for size in (48, 112):
+        q = jnp.asarray(rng.normal(size=(B, N, size)), jnp.float32)
+        keys, values = (
+            jnp.asarray(rng.normal(size=(K, P, PAGE, size)), jnp.float32) for _ in range(2)
+        )
+        of_keys, of_values = (
+            (x, None) if dtype == "float32" else quantize(x, dtype) for x in (keys, values)
+        )
+        cache = Pages(of_keys[0], of_values[0], of_keys[1], of_values[1])
+        lengths = jnp.asarray(LENGTHS)
+        out = gpu_paged_attention(q, *cache, TABLE, lengths, interpret=True)
+        plain = attend_to_pages(q[:, None], cache, TABLE, lengths - 1)[:, 0]
+        np.testing.assert_allclose(out, plain, atol=1e-5)
+
+
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 0.01), ("float8_e4m3fn", 0.05)])
 @pytest.mark.slow
 def test_quantized_pages_bound_the_error_by_the_largest_number(dtype: str, most: float):
@@ -108,10 +127,11 @@ def test_quantized_pages_bound_the_error_by_the_largest_number(dtype: str, most:
 def test_accelerators_use_paged_kernels(platform: str):
     if platform == "cuda" and jax.__version_info__ >= (0, 12):
         pytest.skip("since jax 0.12, GPU kernels can be lowered on GPUs only")
-    assert choose_paged_kernel(platform, 128, 16) == ("gpu" if platform == "cuda" else "tpu")
+    size = 80 if platform == "cuda" else 128
+    assert choose_paged_kernel(platform, size, 16) == ("gpu" if platform == "cuda" else "tpu")
     q, page = (
-        jax.ShapeDtypeStruct((8, 12, 128), jnp.bfloat16),
-        jax.ShapeDtypeStruct((2, 64, 16, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8, 12, size), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 64, 16, size), jnp.bfloat16),
     )
     narrow, scale = (
         jax.ShapeDtypeStruct(page.shape, jnp.int8),
@@ -135,7 +155,8 @@ def test_accelerators_use_paged_kernels(platform: str):
 
 def test_unsupported_sizes_use_the_plain_path():
     assert choose_paged_kernel("cpu", 128, 16) == "plain"
-    assert choose_paged_kernel("cuda", 80, 16) == "plain"
+    assert choose_paged_kernel("cuda", 72, 16) == "plain"
+    assert choose_paged_kernel("cuda", 128, 24) == "plain"
     assert choose_paged_kernel("cuda", 128, 16, is_latent=True) == "plain"
     assert choose_paged_kernel("tpu", 128, 12) == "plain"
     assert choose_paged_kernel("tpu", 80, 16, is_latent=True) == "tpu"

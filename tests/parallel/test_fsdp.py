@@ -133,7 +133,9 @@ def test_logprobs_with_a_sharded_head_are_those_of_a_whole_one(
     )
 
 
-def collectives_of_accumulate(placement: PlacementConfig, policy: Policy) -> tuple[Mesh, Counter]:
+def collectives_of(
+    placement: PlacementConfig, policy: Policy, program: str = "accumulate"
+) -> tuple[Mesh, Counter]:
     mesh = make_train_mesh(placement, jax.devices())
     config = TrainerConfig(
         optimizer=OptimizerConfig(), rows_per_micro_batch=1, logp_chunk_tokens=16, remat="attention"
@@ -142,14 +144,14 @@ def collectives_of_accumulate(placement: PlacementConfig, policy: Policy) -> tup
         policy=policy, params=policy.abstract(), mesh=mesh, compute_dtype=jnp.float32, row_tokens=64
     )
     learner = policy_learner(config, model, num_updates=10)
-    text = learner.programs.compiled("accumulate").as_text() or ""
+    text = learner.programs.compiled(program).as_text() or ""
     return mesh, Program(text).work().collectives
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_training_scatters_gradients_and_gathers_weights(placement: PlacementConfig) -> None:
-    mesh, found = collectives_of_accumulate(placement, POLICY)
-    layers, axes = POLICY.config.num_hidden_layers, {"fsdp", "context"}
+    mesh, found = collectives_of(placement, POLICY)
+    layers, axes = POLICY.config.num_hidden_layers, {"data", "fsdp", "context"}
     # q, k, v, o, gate, up and down of each layer, the embedding, and each block of the head: a device has 64 tokens,
     # or half of them, and as many blocks as 16 of them have chunks.
     num_blocks = 64 // 16 // mesh.shape["context"]
@@ -166,6 +168,24 @@ def test_training_scatters_gradients_and_gathers_weights(placement: PlacementCon
         if each.kind == "all-reduce" and axes & {*mesh_axes(each.group, mesh.shape)}
     )
     assert reduced < 40_000 < 64 * 256 * 4
+
+
+@pytest.mark.parametrize("fsdp", [4, 1])
+def test_gradients_are_summed_over_copies_once_for_an_update(fsdp: int) -> None:
+    placement = PlacementConfig(train_fsdp=fsdp)
+    summed = {}
+    for program in ("accumulate", "apply"):
+        mesh, found = collectives_of(placement, POLICY, program)
+        summed[program] = sum(
+            count * each.num_bytes
+            for each, count in found.items()
+            if "data" in mesh_axes(each.group, mesh.shape)
+        )
+    # The matrices of two layers, embedding and head in float32, of which a device has a part.
+    matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 256) + 2 * 64 * 512
+    assert summed["apply"] == 4 * matrices // fsdp
+    # Gradients of norms and biases, and metrics.
+    assert summed["accumulate"] < 10_000
 
 
 def test_matrices_that_devices_of_tokens_do_not_share_are_left_alone() -> None:
