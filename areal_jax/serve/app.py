@@ -22,6 +22,7 @@ from aiohttp import http_exceptions, web
 from jaxtyping import Int32
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from areal_jax.data.config import RemoteImagesConfig
 from areal_jax.data.grammars import Grammars
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.data.tool_calls import ParsedOutput, ToolCall
@@ -40,7 +41,7 @@ from areal_jax.serve.bodies import (
     read_texts,
     read_tokens,
 )
-from areal_jax.serve.config import LimitsConfig, RemoteImagesConfig
+from areal_jax.serve.config import LimitsConfig
 from areal_jax.serve.detokenizer import StreamDetokenizer
 from areal_jax.serve.remote_images import fetch_images
 from areal_jax.serve.responses import CompletionForm, Form, MakeForm, Part, count_tokens, now

@@ -7,6 +7,7 @@ from typing import Literal
 import chz
 
 from areal_jax.bounds import NOT_NEGATIVE, POSITIVE, at_most
+from areal_jax.data.config import RemoteImagesConfig
 from areal_jax.engine.config import EngineConfig
 
 
@@ -62,26 +63,6 @@ class LimitsConfig:
         validator=POSITIVE,
         default=10.0,
         doc="time for in-flight requests to finish at shutdown, in seconds",
-    )
-
-
-@chz.chz
-class RemoteImagesConfig:
-    """Images that requests name by an http or https URL; the server fetches them."""
-
-    hosts: tuple[str, ...] = chz.field(
-        default=(),
-        doc="hosts to fetch images from, comma-separated, with or without port, such as "
-        "images.example.com; a name needs public addresses, a private address can be listed "
-        "itself; empty: none",
-    )
-    max_bytes: int = chz.field(
-        validator=POSITIVE, default=4 << 20, doc="maximum size of a fetched image, in bytes (400)"
-    )
-    timeout_s: float = chz.field(
-        validator=POSITIVE,
-        default=10.0,
-        doc="time to fetch all images of a request, in seconds (400)",
     )
 
 

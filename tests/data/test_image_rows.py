@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 import tokenizers
 
-from areal_jax.data.config import Files, PromptConfig
-from areal_jax.data.sources import load_tasks
+from areal_jax.data.config import Files, PromptConfig, RemoteImagesConfig
+from areal_jax.data.sources import TaskSet, load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.records import Message, Task, task_from_json, task_to_json
 
@@ -90,6 +93,62 @@ def test_rows_with_unusable_images_are_skipped(
     assert len(found.tasks) == 1
     (skipped,) = found.skipped
     assert skipped.startswith(reason)
+
+
+class Images(BaseHTTPRequestHandler):
+    """A server of two images, and of failures."""
+
+    def do_GET(self) -> None:
+        status = 503 if self.path == "/busy" else 404 if self.path == "/missing" else 200
+        self.send_response(status)
+        content = self.path.encode() * (40 if self.path == "/large" else 1)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def image_host() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Images)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def from_host(folder: Path, host: str, *paths: str, allowed: bool = True) -> TaskSet:
+    (folder / "a.png").write_bytes(b"first")
+    rows = [
+        {"prompt": "<image> <image>", "answer": "1", "images": [f"HTTP://{host}{path}", "a.png"]}
+        for path in paths
+    ]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    images = RemoteImagesConfig(hosts=(host,) if allowed else (), max_bytes=100)
+    return load_tasks(Files(path=str(folder / "train.jsonl"), images=images), PromptConfig())
+
+
+def test_images_of_allowed_hosts_are_fetched(tmp_path: Path, image_host: str) -> None:
+    found = from_host(tmp_path, image_host, "/one", "/missing", "/large", "/two")
+    assert [task.images for task in found.tasks] == [(b"/one", b"first"), (b"/two", b"first")]
+    missing, large = found.skipped
+    assert missing.endswith("expected status 200, found 404")
+    assert large.endswith("expected an image of at most images.max_bytes=100 bytes")
+
+
+def test_images_of_other_hosts_are_not_fetched(tmp_path: Path, image_host: str) -> None:
+    with pytest.raises(ValueError, match=r"of a host in images\.hosts \(none\)"):
+        from_host(tmp_path, image_host, "/one", allowed=False)
+
+
+def test_a_host_that_fails_ends_the_start(tmp_path: Path, image_host: str) -> None:
+    # Each other row would wait for it, too.
+    with pytest.raises(ValueError, match="expected status 200, found 503"):
+        from_host(tmp_path, image_host, "/one", "/busy")
 
 
 def test_an_image_is_rendered_as_its_tokens() -> None:

@@ -11,10 +11,11 @@ import pytest
 from aiohttp import ClientSession, web
 from scripted_engine import KEY, TOKENIZER, Scripted
 
+from areal_jax.data.config import RemoteImagesConfig
 from areal_jax.records import Sampling
 from areal_jax.serve.app import App, listening
 from areal_jax.serve.bodies import read_chat
-from areal_jax.serve.config import LimitsConfig, RemoteImagesConfig
+from areal_jax.serve.config import LimitsConfig
 from areal_jax.serve.engine_backend import EngineBackend
 from areal_jax.serve.remote_images import fetch_images
 from areal_jax.serve.validation import APIError
