@@ -6,6 +6,7 @@ The file has more than 400 lines because it also reads every key of config.json 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -288,7 +289,8 @@ class ModelConfig:
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=_read_flag(config, "tie_word_embeddings", source),
             attention_bias=has_bias or family.qkv_bias,
-            qk_norm=family.qk_norm,
+            qk_norm=family.qk_norm
+            and ("use_qk_norm" not in config or _read_flag(config, "use_qk_norm", source)),
             output_bias=has_bias and family.has_output_bias,
             mlp_bias=_read_flag(config, "mlp_bias", source),
             rope_scaling=rotary.scaling,
@@ -373,6 +375,8 @@ class ModelConfig:
         }
         if self.mlp_bias:
             written["mlp_bias"] = True
+        if "use_qk_norm" in self.traits.defaults:
+            written["use_qk_norm"] = self.qk_norm
         if "query_pre_attn_scalar" in self.traits.defaults:
             scalar = float(self.query_pre_attn_scalar or self.head_dim)
             # transformers refuses 256.0.
@@ -558,7 +562,9 @@ _DENSE_MLP = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
 
 def _with_readout(architecture: Family, readout: Readout) -> str:
-    return architecture.replace("CausalLM", readout)
+    if readout == "CausalLM":
+        return architecture
+    return re.sub("For(CausalLM|ConditionalGeneration)$", f"For{readout}", architecture)
 
 
 def _read_architecture(config: Mapping[str, Any], source: str) -> tuple[Family, Readout]:

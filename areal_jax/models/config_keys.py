@@ -193,6 +193,25 @@ _EXPERTS: Final[Mapping[str, Rule]] = {
     ),
 }
 
+_GROUPED_EXPERTS: Final[Mapping[str, Rule]] = {
+    **dict.fromkeys(
+        (
+            "n_routed_experts",
+            "n_shared_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "n_group",
+            "topk_group",
+            "first_k_dense_replace",
+            "norm_topk_prob",
+            "routed_scaling_factor",
+        ),
+        "read",
+    ),
+    # Layers that predict several tokens, which are not read.
+    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), "harmless"),
+}
+
 _LINEAR: Final[Mapping[str, Rule]] = {
     **dict.fromkeys(
         (
@@ -316,34 +335,20 @@ FAMILY_KEYS: Final[dict[Family, Mapping[str, Rule]]] = {
                 "qk_head_dim",
                 "v_head_dim",
                 "rope_interleave",
-                "n_routed_experts",
-                "n_shared_experts",
-                "num_experts_per_tok",
-                "moe_intermediate_size",
-                "n_group",
-                "topk_group",
-                "first_k_dense_replace",
-                "norm_topk_prob",
-                "routed_scaling_factor",
             ),
             "read",
         ),
-        # The balance loss of pretraining, its parallelism, code that transformers no longer needs,
-        # and layers that predict several tokens, which are not read.
-        **dict.fromkeys(
-            (
-                "aux_loss_alpha",
-                "seq_aux",
-                "ep_size",
-                "auto_map",
-                "num_nextn_predict_layers",
-                "num_mtp_layers",
-            ),
-            "harmless",
-        ),
+        **_GROUPED_EXPERTS,
+        # The balance loss of pretraining, its parallelism, and code that transformers no longer
+        # needs.
+        **dict.fromkeys(("aux_loss_alpha", "seq_aux", "ep_size", "auto_map"), "harmless"),
         "moe_layer_freq": Only((1, None)),
         "scoring_func": Only(("sigmoid", None)),
         "topk_method": Only(("noaux_tc", None)),
+    },
+    "Glm4MoeForCausalLM": {
+        **_GROUPED_EXPERTS,
+        **dict.fromkeys(("partial_rotary_factor", "use_qk_norm"), "read"),
     },
     "Qwen3NextForCausalLM": {
         **_EXPERTS,

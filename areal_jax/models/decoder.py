@@ -83,7 +83,8 @@ class Policy:
             lora: adapter to train on frozen parameters; None to train the parameters.
 
         Raises:
-            ValueError: an adapter for a scalar head, which an adapter cannot train.
+            ValueError: an adapter for a scalar head, which an adapter cannot train, or a reward
+                model that reads images.
         """
         if lora is not None and config.is_scalar:
             raise ValueError(
@@ -91,10 +92,9 @@ class Policy:
                 f"({config.readout}), which an adapter cannot train; leave out policy.lora and "
                 "policy.adapter"
             )
-        if config.vision is not None and config.is_scalar:
+        if config.vision is not None and config.readout == "SequenceClassification":
             raise ValueError(
-                f"expected {config.architecture} without scalar head, which is not supported for "
-                "policies that read images; leave out a critic of this family"
+                f"expected a reward model that reads text alone, found {config.architecture}"
             )
         self.config, self.lora = config, lora
         decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))

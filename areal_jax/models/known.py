@@ -42,6 +42,8 @@ _OLMO2 = {"architectures": ["Olmo2ForCausalLM"], "rope_theta": 5e5}
 _OLMO3 = {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 4096}
 _PHI4 = {"architectures": ["Phi3ForCausalLM"], "rope_theta": 250000.0}
 _GLM4 = {"architectures": ["Glm4ForCausalLM"], "head_dim": 128, "attention_bias": True}
+# Other values of GLM-4.5-Air are the defaults of the family.
+_GLM4_MOE = {"architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "rope_theta": 1e6}
 _GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "sliding_window": 512}
 _GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
@@ -109,6 +111,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "olmo-3-7b": _shape(_OLMO3, 4096, 11008, 32, 32, 32, 100278, 65536, False),
     "phi-4": _shape(_PHI4, 5120, 17920, 40, 40, 10, 100352, 16384, False),
     "glm-4-9b": _shape(_GLM4, 4096, 13696, 40, 32, 2, 151552, 32768, False),
+    "glm-4.5-air": _shape(_GLM4_MOE, 4096, 10944, 46, 96, 8, 151552, 131072, False),
     "gemma-3-1b": _shape(_GEMMA3, 1152, 6912, 26, 4, 1, 262144, 32768, True),
     "deepseek-v3": _shape(_DEEPSEEK, 7168, 18432, 61, 128, 128, 129280, 163840, False),
     "moonlight-16b-a3b": _shape(_MOONLIGHT, 2048, 11264, 27, 16, 16, 163840, 8192, False),

@@ -44,7 +44,7 @@ class Traits(NamedTuple):
     has_output_bias: bool = True
     """Whether attention_bias also adds a bias to the output of attention."""
     qk_norm: bool = False
-    """Whether q and k have a norm, before RoPE."""
+    """Whether q and k have a norm, before RoPE; use_qk_norm decides where it is in `defaults`."""
     qk_norm_over: Literal["head", "heads"] = "head"
     """Numbers under one norm of q and k: those of a head, or of all heads."""
     norms: Literal["before", "after", "both"] = "before"
@@ -117,6 +117,13 @@ _OLMO_NORMS = {
 }
 _OLMO = {"rms_norm_eps": 1e-5}
 _EXPERTS = f"{_LAYER}mlp.experts."
+_GROUPED_KEYS = {"num_experts": "n_routed_experts", "router_aux_loss_coef": None}
+_SHARED_EXPERTS = {
+    f"{_LAYER}mlp.shared_expert.{name}_proj.weight": (
+        f"{_LAYER}mlp.shared_experts.{name}_proj.weight"
+    )
+    for name in ("gate", "up", "down")
+}
 _LINEAR = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -342,14 +349,37 @@ TRAITS: dict[str, Traits] = {
         is_moe=True,
         has_shared_gate=False,
         has_unread_layers=True,
-        expert_keys={"num_experts": "n_routed_experts", "router_aux_loss_coef": None},
+        expert_keys=_GROUPED_KEYS,
         not_null=(),
-        tensor_names={
-            f"{_LAYER}mlp.shared_expert.{name}_proj.weight": (
-                f"{_LAYER}mlp.shared_experts.{name}_proj.weight"
-            )
-            for name in ("gate", "up", "down")
+        tensor_names=_SHARED_EXPERTS,
+    ),
+    # GLM-4.5 and 4.6.
+    "Glm4MoeForCausalLM": Traits(
+        "glm4_moe",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
         },
+        has_output_bias=False,
+        qk_norm=True,
+        rotates_part=True,
+        is_moe=True,
+        has_shared_gate=False,
+        has_unread_layers=True,
+        expert_keys=_GROUPED_KEYS,
+        tensor_names=_SHARED_EXPERTS,
     ),
     "Qwen3NextForCausalLM": Traits(
         "qwen3_next",

@@ -315,7 +315,8 @@ class Forward:
         if batch.images is not None and not self.row_patches:
             raise ValueError(
                 f"expected a policy that reads images, found {self.policy.config.architecture}; "
-                "set reference and teacher to vision-language policies too, or leave them out"
+                "set reference, teacher and critic to vision-language policies too, or leave them "
+                "out"
             )
         return ModelInputs(
             batch.tokens,

@@ -23,6 +23,7 @@ from areal_jax.models.known import KNOWN, known_shape
         ("olmo-3-7b", 7.3),
         ("phi-4", 14.7),
         ("glm-4-9b", 9.4),
+        ("glm-4.5-air", 106.0),
         ("gemma-3-1b", 1.0),
         ("deepseek-v3", 671.0),
         ("moonlight-16b-a3b", 15.96),

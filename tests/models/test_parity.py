@@ -31,7 +31,7 @@ VARIANTS = (
     *("llama3", "llama_yarn", "llama_linear_biased", "qwen2_tied", "qwen2_linear", "qwen2_yarn"),
     *("qwen3_window", "phi3_partial", "phi3_longrope", "deepseek_dense_query"),
     *("qwen3_moe_dense", "qwen3_next_dense"),
-    *("seed_oss", "ernie4_5", "olmoe", "mixtral"),
+    *("seed_oss", "ernie4_5", "olmoe", "mixtral", "glm4_moe"),
 )
 """Settings that no mesh axis depends on beyond those of other families: compared on one device
 alone."""

@@ -42,19 +42,21 @@ VISION: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [0, 1, 1]},
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 6,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 5,
+GROUPED = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 12,
     "n_group": 4,
     "topk_group": 2,
     "first_k_dense_replace": 1,
+}
+LATENT = GROUPED | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 6,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 5,
 }
 LINEAR = {
     "head_dim": 4,
@@ -80,6 +82,7 @@ FAMILY: dict[str, Mapping[str, object]] = {
     "Olmo3ForCausalLM": {"sliding_window": 3},
     "Qwen2MoeForCausalLM": EXPERTS | {"shared_expert_intermediate_size": 8},
     "DeepseekV3ForCausalLM": LATENT,
+    "Glm4MoeForCausalLM": GROUPED | {"head_dim": 4, "use_qk_norm": True},
     "Qwen3NextForCausalLM": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 8},
     "Qwen3_5ForCausalLM": LINEAR,
     "Qwen3_5MoeForCausalLM": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 8},

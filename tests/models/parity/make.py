@@ -45,6 +45,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -98,6 +100,14 @@ SMALL = SIZES | {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
+GROUPED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -310,6 +320,15 @@ def later_families() -> dict[str, PreTrainedModel]:
             )
         ),
         "glm4": Glm4ForCausalLM(Glm4Config(**sampled_sizes(7), head_dim=8, **tokens)),
+        "glm4_moe": Glm4MoeForCausalLM(
+            Glm4MoeConfig(
+                **sampled_sizes(23) | GROUPED,
+                head_dim=8,
+                use_qk_norm=True,
+                attention_bias=True,
+                **tokens,
+            )
+        ),
         "gemma3": Gemma3ForCausalLM(
             Gemma3TextConfig(
                 **sampled_sizes(8) | {"num_hidden_layers": 3},
@@ -379,15 +398,7 @@ def deepseek_v3(seed: int, **settings: object) -> DeepseekV3ForCausalLM:
         "qk_rope_head_dim": draw((4, 8)),
         "v_head_dim": draw((6, 8)),
     }
-    experts = {
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 12,
-        "n_shared_experts": draw((1, 2)),
-        "n_group": 4,
-        "topk_group": 2,
-        "first_k_dense_replace": 1,
-    }
+    experts = GROUPED | {"n_shared_experts": draw((1, 2))}
     tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": None}
     config = sizes | latent | experts | tokens | settings
     config["num_key_value_heads"] = config["num_attention_heads"]

@@ -3,11 +3,12 @@
 Needs torch beside areal_jax:
 
     pip install torch==2.13.0 transformers==5.23.0
-    python tests/models/parity/sampled.py [--first=0] [--count=20] [--families=NAME,...]
+    python tests/models/parity/sampled.py [--first=0] [--count=20] [--families=NAME,...] [--append]
 
 For each seed and family: the logits of two packed sequences and the gradient of their loss, the
 number of parameters, and the exported folder, which transformers reads with the same logits. Prints
-the largest difference of each family, and the configuration of each failure.
+the largest difference of each family, and the configuration of each failure. `--append` also writes it
+to benchmarks/results/model_parity.jsonl, for the table of families.
 """
 
 # pyright: reportMissingImports=false
@@ -30,6 +31,9 @@ import numpy as np
 import torch
 import transformers
 from jax.sharding import SingleDeviceSharding
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from results import append
 
 from areal_jax.models import hf
 from areal_jax.models.attention import packed_attention
@@ -207,6 +211,21 @@ def family_settings(name: str, draw: Draw, sizes: Mapping[str, Any]) -> dict[str
             "rope_parameters": scaling(draw, "yarn"),
             "head_dim": None,
         } | biased
+    if name == "Glm4Moe":
+        groups = draw(1, 2)
+        return {
+            "rope_parameters": partial_rope(draw, (0.5, 1.0)),
+            "use_qk_norm": draw(True, False),
+            "n_routed_experts": 4 * groups,
+            "num_experts_per_tok": draw(1, 2),
+            "moe_intermediate_size": draw(4, 12),
+            "n_shared_experts": draw(1, 2),
+            "n_group": groups,
+            "topk_group": draw(1, groups),
+            "first_k_dense_replace": draw(0, 1),
+            "norm_topk_prob": draw(True, False),
+            "routed_scaling_factor": draw(1.0, 2.5),
+        } | biased
     if name in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"):
         share = {"rope_parameters": partial_rope(draw, (0.5, 1.0))}
         own = linear(draw, layers) | share
@@ -224,11 +243,11 @@ CONFIGS["Qwen3_5Moe"] = "Qwen3_5MoeTextConfig"
 FAMILIES = (
     *("Qwen2", "Qwen3", "Qwen3Moe", "Qwen2Moe", "Llama", "Mistral", "Ministral", "Olmo2", "Olmo3"),
     *("Gemma3Text", "Phi3", "Glm4", "GptOss", "DeepseekV3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
-    *("SeedOss", "Ernie4_5", "Olmoe", "Mixtral"),
+    *("SeedOss", "Ernie4_5", "Olmoe", "Mixtral", "Glm4Moe"),
 )
 
 
-PARTIAL = ("Phi3", "Glm4", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+PARTIAL = ("Phi3", "Glm4", "Glm4Moe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 
 
 def sampled_config(name: str, seed: int) -> Any:
@@ -325,6 +344,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--count", type=int, default=20, help="seeds of each family")
     parser.add_argument("--families", default=",".join(FAMILIES), help="names, with commas")
+    parser.add_argument("--append", action="store_true", help="write a row for each family")
     settings = parser.parse_args()
     worst: dict[str, float] = {}
     failures = 0
@@ -342,6 +362,10 @@ def main() -> int:
                 print(f"FAILED {name} seed {seed}: {found} {shown}", flush=True)
         shown = ", ".join(f"{name} {value:.1e}" for name, value in worst.items())
         print(f"seed {seed}: {shown}", flush=True)
+    for name, value in worst.items() if settings.append else ():
+        architecture = f"{name.removesuffix('Text')}ForCausalLM"
+        row = {"architecture": architecture, "difference": value, "seeds": settings.count}
+        append("model_parity", row | {"first_seed": settings.first})
     return failures > 0
 
 
