@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from jax.sharding import SingleDeviceSharding
 from PIL import Image
 from tiny_runs import tiny_experiment, write_tiny_policy
 
@@ -23,7 +24,7 @@ from areal_jax.engine.config import EngineConfig
 from areal_jax.errors import ConfigError
 from areal_jax.image_files import decode_image, read_image
 from areal_jax.models.decoder import Policy
-from areal_jax.models.hf import read_config, save
+from areal_jax.models.hf import load, read_config, save
 from areal_jax.reports.sample_index import compact_group
 from areal_jax.run.serving import engine_backend
 from areal_jax.serve.bodies import Chat, read_chat
@@ -171,3 +172,19 @@ def test_engine_and_trainer_see_the_same_images(experiment: Experiment, tmp_path
     shown = compact_group(rows, None)["images"]
     assert [decode_image(read_image(uri)).size for uri in shown] == [(30, 20)]
     assert not any("images" in row for row in rows[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_critic_reads_images(experiment: Experiment, tmp_path: Path) -> None:
+    result = areal_jax.train(experiment.replace("trainer.advantages=GAE"), tmp_path / "run")
+    assert result.version == 2
+    folder = tmp_path / "run" / "critic"
+    critic = Policy(read_config(folder))
+    assert critic.config.readout == "TokenClassification" and critic.config.vision is not None
+    # The second update has a head that is not zero, whose gradient reaches the tower.
+    one = SingleDeviceSharding(jax.devices()[0])
+    trained = load(folder, critic, jax.tree.map(lambda _: one, critic.abstract()))
+    before = critic.init(jax.random.key(experiment.seed))
+    changed = jax.tree.map(lambda a, b: bool((np.asarray(a) != b).any()), trained, before)
+    assert all(jax.tree.leaves(changed["vision"])) and changed["value"]

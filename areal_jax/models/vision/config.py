@@ -187,7 +187,8 @@ def join_config(
 ) -> dict[str, Any]:
     """Return the content of a config.json; the inverse of `split_config`."""
     text = dict(text)
-    outer = {name: text.pop(name) for name in ("architectures", "tie_word_embeddings")}
+    names = ("architectures", "tie_word_embeddings", "id2label", "label2id")
+    outer = {name: text.pop(name) for name in names if name in text}
     outer["model_type"] = text["model_type"]
     text["model_type"] = f"{outer['model_type']}_text"
     theta = text.pop("rope_theta", None)
