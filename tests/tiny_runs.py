@@ -73,3 +73,18 @@ def tiny_experiment(policy: Path, *, num_steps: int = 2) -> Experiment:
         evaluation=EvaluationConfig(every_steps=0),
         metrics=MetricsConfig(tensorboard=False, trace=False, progress=False),
     )
+
+
+def write_tiny_experts(folder: Path) -> Path:
+    """A Hugging Face folder with a tiny mixture of experts, like `write_tiny_policy`."""
+    write_tiny_policy(folder)
+    config = json.loads((folder / "config.json").read_text())
+    kept = {
+        name: value
+        for name, value in config.items()
+        if "window" not in name and name not in ("attention_bias", "layer_types")
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+    wanted = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 8}
+    (folder / "config.json").write_text(json.dumps(kept | experts | wanted))
+    return folder

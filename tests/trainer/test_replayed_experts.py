@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_experts import POLICY
-from tiny_runs import tiny_experiment, write_tiny_policy
+from tiny_runs import tiny_experiment, write_tiny_experts
 from tiny_training import ROW_TOKENS, train_mesh
 
 import areal_jax
@@ -135,17 +133,7 @@ def test_replay_reaches_forward_gradient_and_remat_on_any_mesh() -> None:
 
 
 def test_run_replays_what_its_engine_has_recorded(tmp_path: Path) -> None:
-    folder = write_tiny_policy(tmp_path / "policy")
-    config: Mapping[str, object] = json.loads((folder / "config.json").read_text())
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-    wanted = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 8}
-    kept = {
-        name: value
-        for name, value in config.items()
-        if "window" not in name and name not in ("attention_bias", "layer_types")
-    }
-    (folder / "config.json").write_text(json.dumps(kept | experts | wanted))
-    experiment = tiny_experiment(folder, num_steps=2).replace(
+    experiment = tiny_experiment(write_tiny_experts(tmp_path / "policy"), num_steps=2).replace(
         **{
             "rewards.function": lambda task, answer: len(answer) % 2,
             "engine.router_replay": True,
