@@ -2,12 +2,14 @@
 
     python benchmarks/model_families.py [--compile-for=v5e:2x2] [--only=NAME,...]
 
-Needs the extra `tpu`, or `gpu` for GPUs. A family has a few layers of each of its kinds, in widths
-that the kernels take; `areal-plan --compile-for` compiles training (accumulate, apply, log-probs)
-and decoding (generate, prefill, extend) of it on 4 devices. Appends a row for each family to
+Needs the extra `tpu`, or `gpu` for GPUs (h200:2: one trains and one decodes). A family has two
+layers, of its two kinds if there are two, in the widths of a published policy, with few words and
+experts; `areal-plan --compile-for` compiles training (accumulate, apply, log-probs) and decoding
+(generate, prefill, extend) of it on all devices. Appends a row for each family to
 results/model_families.jsonl: the peak of every program in GiB, or the last line of the error.
-Figures are compiled, not measured. One to two minutes of a CPU core for each family on a TPU slice.
-`--table` prints the families of the last rows instead.
+Figures are compiled, not measured. Two to five minutes of a CPU core for each family and topology.
+`--table` prints the tables of families of docs/models.md and README instead, from the last rows and
+those of results/model_parity.jsonl (tests/models/parity/sampled.py writes them).
 
 Expected: every family compiles. Those with a vision tower are left out: `areal-plan` has no images.
 """
@@ -16,12 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_jax.cluster.environment import COMPILE_ONLY, set_variables
 
@@ -31,52 +34,58 @@ if __name__ == "__main__":
 
 from results import FOLDER, append
 
+from areal_jax.models.known import KNOWN
 from areal_jax.models.traits import TRAITS
 
-NAME = "model_families"
-SIZES = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
+NAME, PARITY = "model_families", "model_parity"
+TOPOLOGIES = ("v5e:2x2", "h200:2")
+SUFFIX = re.compile("For(CausalLM|ConditionalGeneration)$")
+LAYERS = {"num_hidden_layers": 2, "vocab_size": 32768, "max_position_embeddings": 2048}
+"""Real widths, and few layers, words and experts."""
+NUM_EXPERTS = 16
+KNOWN_NAMES = (
+    *("qwen2.5-1.5b", "qwen3-4b", "qwen3-30b-a3b", "llama-3.1-8b", "mistral-7b-v0.3", "olmo-2-7b"),
+    *("olmo-3-7b", "phi-4", "glm-4-9b", "gemma-3-1b", "qwen1.5-moe-a2.7b", "moonlight-16b-a3b"),
+    *("gpt-oss-20b", "glm-4.5-air"),
+)
+LOCAL = {"layer_types": ["sliding_attention", "full_attention"]}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+DEEPSEEK = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+
+
+def widths(*numbers: int) -> dict[str, int]:
+    """Widths of the residual stream and of MLPs, heads, and heads of keys and values."""
+    columns = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    return dict(zip(columns, numbers, strict=True))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "SeedOssForCausalLM": widths(5120, 27648, 80, 8),
+    "Ernie4_5ForCausalLM": widths(1024, 3072, 16, 2),
+    "OlmoeForCausalLM": widths(2048, 1024, 16, 16),
+    "MixtralForCausalLM": widths(4096, 14336, 32, 8) | {"num_local_experts": 4},
+    "MinistralForCausalLM": widths(4096, 12288, 32, 8) | LOCAL | {"head_dim": 128},
+    "Qwen3NextForCausalLM": widths(2048, 5120, 16, 2) | LINEAR,
+    "Qwen3_5ForCausalLM": widths(2560, 9216, 16, 4) | LINEAR,
+    "Qwen3_5MoeForCausalLM": widths(2048, 512, 16, 2) | LINEAR,
 }
-HEAD = {"head_dim": 128}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-SHARED = EXPERTS | {"shared_expert_intermediate_size": 128}
-LOCAL = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
-LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "Qwen3ForCausalLM": HEAD,
-    "Qwen3MoeForCausalLM": HEAD | EXPERTS,
-    "MistralForCausalLM": {"sliding_window": 128},
-    "MinistralForCausalLM": HEAD | LOCAL,
-    "Olmo3ForCausalLM": LOCAL,
-    "Glm4ForCausalLM": HEAD,
-    "Gemma3ForCausalLM": LOCAL,
-    "Qwen2MoeForCausalLM": SHARED,
-    "OlmoeForCausalLM": {"num_experts": 8, "num_experts_per_tok": 2},
-    "MixtralForCausalLM": {"num_local_experts": 4},
-    "GptOssForCausalLM": LOCAL | {"num_local_experts": 8, "num_experts_per_tok": 2},
-    "DeepseekV3ForCausalLM": {
-        "num_key_value_heads": 4,
-        "n_routed_experts": 16,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 128,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 128,
-    },
-    "Qwen3NextForCausalLM": LINEAR | SHARED,
-    "Qwen3_5ForCausalLM": LINEAR,
-    "Qwen3_5MoeForCausalLM": LINEAR | SHARED,
-}
-"""Settings of families beside the sizes; others have none."""
+"""Widths of families of which `models/known.py` has no policy."""
+
+
+def settings() -> dict[str, dict[str, Any]]:
+    """The config.json of each family."""
+    found = {KNOWN[name]["architectures"][0]: dict(KNOWN[name]) for name in KNOWN_NAMES} | OTHERS
+    found["DeepseekV3ForCausalLM"] |= DEEPSEEK
+    for name in ("Olmo3ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"):
+        found[name] |= LOCAL
+    for name, values in found.items():
+        traits = TRAITS[name]
+        values |= LAYERS | {"architectures": [name]}
+        key = traits.expert_keys.get("num_experts") or "num_experts"
+        if traits.is_moe:
+            values[key] = min(NUM_EXPERTS, values.get(key, NUM_EXPERTS))
+    return found
+
 
 TEXT = tuple(name for name, traits in TRAITS.items() if traits.vision is None)
 PROGRAM = re.compile(r"^ *((?:trainer|engine|weights) [a-z_]+(?: \d+)*) +\d+:\d\d +(\d+\.\d+) ")
@@ -85,10 +94,10 @@ REQUIRED = ("trainer accumulate", "engine generate", "engine prefill")
 
 def compile_family(name: str, topology: str) -> dict[str, Any]:
     """Compile the programs of a family; return their peaks in GiB, or the error."""
-    question = ("devices=4", "context=256", "prompt_tokens=64", "slots=8")
+    devices = math.prod(int(size) for size in topology.partition(":")[2].split("x"))
+    question = (f"devices={devices}", "context=256", "prompt_tokens=64", "slots=8")
     with tempfile.TemporaryDirectory() as folder:
-        config = {"architectures": [name]} | SIZES | SETTINGS.get(name, {})
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (Path(folder) / "config.json").write_text(json.dumps(settings()[name]))
         command = ["-m", "areal_jax.plan", f"model={folder}", *question]
         done = subprocess.run(
             [sys.executable, *command, f"--compile-for={topology}"],
@@ -106,11 +115,69 @@ def compile_family(name: str, topology: str) -> dict[str, Any]:
     return row
 
 
-def stored() -> dict[tuple[str, str], dict[str, Any]]:
-    """The last row of each family and topology."""
-    lines = (FOLDER / f"{NAME}.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return {(row["architecture"], row["topology"]): row for row in rows}
+def last_rows(name: str, *keys: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """The last row of each combination of keys in a file of results."""
+    lines = (FOLDER / f"{name}.jsonl").read_text().splitlines()
+    return {tuple(row[key] for key in keys): row for row in map(json.loads, lines)}
+
+
+def state(row: dict[str, Any] | None) -> str:
+    """Whether the programs of a row compile."""
+    return "not run" if row is None else "fails" if "error" in row else "yes"
+
+
+class Family(NamedTuple):
+    """Cells of a family in the table."""
+
+    train: str
+    decode: str
+    lora: str
+    axes: str
+    tpu: str
+    gpu: str
+
+    @classmethod
+    def of(cls, name: str, compiled: dict[tuple[str, ...], dict[str, Any]]) -> Family:
+        """Cells of an architecture, given the last rows of compilations."""
+        is_moe = TRAITS[name].is_moe
+        return cls(
+            "yes",
+            "yes",
+            "attention" if is_moe else "attention, MLP",
+            f"data, FSDP, tensor, context{', expert' if is_moe else ''}",
+            *(state(compiled.get((name, topology))) for topology in TOPOLOGIES),
+        )
+
+
+HEADER = (
+    "| family | train | decode | LoRA | shard | TPU v5e compiles | H200 compiles | parity |",
+    "|---|---|---|---|---|---|---|---|",
+)
+
+
+def table(*, is_short: bool = False) -> list[str]:
+    """Lines of the table of families, in Markdown.
+
+    Args:
+        is_short: one line for all families with the same cells, and their largest difference.
+    """
+    compiled = last_rows(NAME, "architecture", "topology")
+    parity = last_rows(PARITY, "architecture")
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for name in TRAITS:
+        cells = Family.of(name, compiled)
+        key = (*cells, TRAITS[name].vision is None if is_short else name)
+        groups.setdefault(key, []).append(name)
+    lines: list[str] = [*HEADER]
+    for cells, names in groups.items():
+        found = [parity[(name,)]["difference"] if (name,) in parity else None for name in names]
+        differences = [each for each in found if each is not None]
+        figure = f"{max(differences):.1e}" if len(differences) == len(found) else "not run"
+        if any(TRAITS[name].vision for name in names):
+            figure = "stored checkpoint"
+        shown = ", ".join(f"`{name}`" if not is_short else SUFFIX.sub("", name) for name in names)
+        lines.append(f"| {' | '.join((shown, *cells[: len(Family._fields)], figure))} |")
+    return lines
 
 
 def main() -> int:
@@ -120,8 +187,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
     if given.table:
-        for (name, topology), row in sorted(stored().items()):
-            print(f"| {name} | {topology} | {'no' if 'error' in row else 'yes'} |")
+        print("\n".join([*table(), "", *table(is_short=True)]))
         return 0
     failed = 0
     for name in given.only.split(","):
