@@ -79,7 +79,7 @@ ORDERS = {
         ("run.make_plan", "run.recording"),
         ("run.checkpointing", "run.periodic_evaluation", "run.liveness", "run.trial_update"),
         ("run.local_engines", "run.worker_roles", "run.preflight"),
-        ("run.build", "run.trainer_host"),
+        ("run.build", "run.trainer_host", "run.worker_pool"),
         ("run.cluster",),
         ("run.start", "run.replay"),
         ("run.auto_split", "run.answerers", "run.serving", "run.training_service"),

@@ -70,6 +70,14 @@ class Ray(LaunchConfig):
         default=2,
         doc="number of rollout engine processes, each with its own mesh and engine.num_slots slots",
     )
+    max_engines: int = chz.field(
+        validator=NOT_NEGATIVE,
+        default=0,
+        doc=(
+            "most engines: further ones than launch.rollout_engines join the run as nodes get room "
+            "for them; 0: as many as launch.rollout_engines"
+        ),
+    )
     engine_devices: int = chz.field(
         validator=POSITIVE, default=1, doc="number of devices of each engine"
     )
@@ -113,6 +121,11 @@ class Ray(LaunchConfig):
             "sampled again after an engine died"
         ),
     )
+
+    @property
+    def most_engines(self) -> int:
+        """Most engines that the run may have at a time."""
+        return max(self.rollout_engines, self.max_engines)
 
     def resolve_placement(self, requested: PlacementConfig) -> PlacementConfig:
         """Return a placement of the train mesh and one engine on simulated devices.

@@ -49,6 +49,9 @@ STRAGGLER_S = 30.0
 """Time that an evaluation waits for further engines after the first one has its weights, in
 seconds."""
 
+LEAVE_S = 10.0
+"""Longest wait for the tokens of an engine that leaves, in seconds; then its last report counts."""
+
 MAX_PULL_FAILURES = 6
 """Number of failed pulls of weights that another engine has after which an engine is replaced."""
 
@@ -103,6 +106,8 @@ class _Engine:
     """Number of successive failed pulls."""
     running: frozenset[str] = frozenset()
     """Requests with slots by its last report."""
+    is_leaving: bool = False
+    """Whether it gets no more requests."""
     measures: Sums = field(default_factory=dict)
     """Metrics reported since the last call of `metrics`."""
 
@@ -111,7 +116,8 @@ class Engines:
     """Pool of engines as one `protocols.Engine`; use it from the asyncio thread.
 
     When an engine dies, its requests resume on other engines from their last reported tokens;
-    without an engine they wait for one, at most `wait_s`. Engines swap weights in turns.
+    when it leaves, from its last ones. Without an engine they wait for one, at most `wait_s`.
+    Engines swap weights in turns.
 
     No progress depends on a single message: the newest weights are announced to an engine until it
     has them, a request that its engine lacks is submitted again, and a request without progress
@@ -137,8 +143,8 @@ class Engines:
         # By request id: `submit` adds, the request's task removes.
         self._jobs: dict[str, _Job] = {}
         self._ended: EngineStopped | None = None
-        self._dead_measures: list[Sums] = []
-        """Metrics of dead engines since the last call of `metrics`."""
+        self._past_measures: list[Sums] = []
+        """Metrics of engines that died or left since the last call of `metrics`."""
         self.num_tokens = 0.0
         """Tokens reported by all engines since the start."""
         self.num_answered = 0
@@ -149,6 +155,20 @@ class Engines:
     def connections(self) -> list[WorkerHandle]:
         """Connections of live engines."""
         return list(self._registry.values())
+
+    def least_loaded(self) -> int:
+        """Return the number of the engine with the fewest unfinished samples that is not leaving.
+
+        Raises:
+            ValueError: There is none.
+        """
+        staying = [number for number, engine in self._engines.items() if not engine.is_leaving]
+        return min(staying, key=self._router.load)
+
+    @property
+    def num_staying(self) -> int:
+        """Number of live engines that are not leaving."""
+        return sum(not engine.is_leaving for engine in self._engines.values())
 
     @property
     def num_deaths(self) -> int:
@@ -180,6 +200,34 @@ class Engines:
             self._upkeep = asyncio.create_task(self._run_upkeep(), name="engine upkeep")
             self._upkeep.add_done_callback(self._handle_upkeep_end)
 
+    async def leave(self, number: int) -> None:
+        """Take an engine out of the pool and end it.
+
+        Its requests continue on the other engines from its last token; from its last report where
+        it does not answer within LEAVE_S.
+
+        Args:
+            number: Key of the engine; one that is not in the pool, or leaves already, is ignored.
+        """
+        engine = self._engines.get(number)
+        if engine is None or engine.is_leaving:
+            return
+        engine.is_leaving = True
+        connection = self._registry[number]
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                self._take_snapshot(number, await connection.call("snapshot"))
+        except (TimeoutError, WorkerDied) as error:
+            logger.warning("%s leaves without its newest tokens: %r", connection.name, error)
+        if self._registry.pop(number, None) is None:
+            return  # It died meanwhile.
+        moving = [job for job in self._jobs.values() if job.number == number]
+        for job in moving:
+            self._move(job, f"{connection.name} leaves")
+        self._forget(number)
+        logger.info("engine left: %s; moved_requests=%d", connection.name, len(moving))
+        await connection.close()
+
     def on_update_failure(self, callback: Callable[[int], None]) -> None:
         """Set the callback for a version that an engine repeatedly failed to pull."""
         self._on_update_failure = callback
@@ -208,16 +256,25 @@ class Engines:
         Each engine takes its snapshot between two dispatches. For requests of a dead engine or
         without an engine, the last reported tokens are returned.
         """
-        calls = [connection.call("snapshot") for connection in self._registry.values()]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
+        calls = {each: self._registry[each].call("snapshot") for each in self._registry}
+        answers = await asyncio.gather(*calls.values(), return_exceptions=True)
+        for number, answer in zip(calls, answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied):
                 raise answer
             if not isinstance(answer, BaseException):
-                for name, sampled in wire.decode_snapshot(answer).items():
-                    if name in self._jobs:
-                        self._jobs[name].sampled = sampled
+                self._take_snapshot(number, answer)
         return {name: job.sampled for name, job in self._jobs.items() if job.sampled}
+
+    def _take_snapshot(self, number: int, answer: Any) -> None:
+        """Keep what an engine has sampled, but for what it has reported since."""
+        for name, found in wire.decode_snapshot(answer).items():
+            job = self._jobs.get(name)
+            if job is not None and job.number == number:
+                known = job.sampled or [empty_completion()] * len(found)
+                job.sampled = tuple(
+                    max(pair, key=lambda each: len(each.tokens))
+                    for pair in zip(found, known, strict=True)
+                )
 
     def end_sample(self, request_id: str, sample: int) -> None:
         """Stop one sample of a request early."""
@@ -285,11 +342,11 @@ class Engines:
             each
             for each in (
                 *(engine.measures for engine in self._engines.values()),
-                *self._dead_measures,
+                *self._past_measures,
             )
             if each
         ]
-        self._dead_measures = []
+        self._past_measures = []
         for engine in self._engines.values():
             engine.measures = {}
         counts = {
@@ -422,16 +479,21 @@ class Engines:
         candidates = [
             number
             for number, engine in self._engines.items()
-            if engine.version >= request.min_version or now_s - engine.outdated_since_s < LAG_S
+            if (engine.version >= request.min_version or now_s - engine.outdated_since_s < LAG_S)
+            and not engine.is_leaving
         ]
         return self._router.route(request.prompt_tokens, request.num_samples, candidates)
 
     def _remove(self, number: int, death: WorkerDied) -> None:
-        self._router.remove_engine(number)
-        self._rolling_update.remove_engine(number)
-        self._dead_measures.append(self._engines.pop(number).measures)
         moving = sum(job.number == number for job in self._jobs.values())
         logger.warning("worker died: %s; moved_requests=%d", death, moving)
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        """Remove all state of an engine that died or left."""
+        self._router.remove_engine(number)
+        self._rolling_update.remove_engine(number)
+        self._past_measures.append(self._engines.pop(number).measures)
         self._registry.wake_waiters()
 
     def _handle_report(self, number: int, topic: str, payload: Any) -> None:
@@ -545,7 +607,8 @@ class Engines:
         for other, engine in self._engines.items():
             load = self._router.load(other)
             has_room = load == 0 or load + request.num_samples <= engine.num_slots
-            if other != number and engine.version >= request.min_version and has_room:
+            is_able = engine.version >= request.min_version and not engine.is_leaving
+            if other != number and is_able and has_room:
                 job.num_moves += 1
                 job.next_engine = self._router.route(
                     request.prompt_tokens, request.num_samples, [other]

@@ -169,7 +169,8 @@ def connect(config: Ray) -> Iterator[Cluster]:
     own: dict[str, Any] = {}
     if address is None:
         # CPUs count processes here, not cores: all of them must run, also on a small machine.
-        num_cpus = config.cpus_per_process * sum(process_counts(config).values())
+        num_processes = sum((process_counts(config) | {"engine": config.most_engines}).values())
+        num_cpus = config.cpus_per_process * num_processes
         own = {
             "num_cpus": max(int(num_cpus + 0.999), os.cpu_count() or 1),
             "include_dashboard": False,

@@ -428,6 +428,13 @@ def _placement_under_ray(experiment: AnyExperiment) -> Iterator[str]:
             f"launch=Ray is for reinforcement learning, which {experiment.name} is not; leave "
             "it out"
         )
+    launch = experiment.launch
+    if 0 < launch.max_engines < launch.rollout_engines:
+        yield (
+            f"launch.max_engines={launch.max_engines} is less than "
+            f"launch.rollout_engines={launch.rollout_engines}, with which the run starts; raise "
+            "the first, or lower the second"
+        )
     placement, default = experiment.placement, PlacementConfig()
     for name, used in (
         ("train_devices", "launch.trainer_hosts and launch.trainer_devices"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,31 +14,22 @@ from areal_jax.checkpoint.recovery import deserialize
 from areal_jax.checkpoint.store import SAVE_TIMEOUT_S, CheckpointStore
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.connection import Connection
-from areal_jax.cluster.engines import Engines
-from areal_jax.cluster.graders import Graders
-from areal_jax.cluster.placement import Cluster, InsufficientResources, Kind, connect
+from areal_jax.cluster.placement import Cluster, connect
 from areal_jax.cluster.trainers import Trainers, gather_replies
 from areal_jax.cluster.weight_broadcast import WeightBroadcast
 from areal_jax.config.load import written_settings
 from areal_jax.errors import ConfigError, NotStarted, WorkerDied
-from areal_jax.protocols import Grader
-from areal_jax.records import RewardResult, Task, task_to_json
 from areal_jax.run.build import Run, make_run
 from areal_jax.run.callbacks import RunControl
 from areal_jax.run.claim import Claim
 from areal_jax.run.grading import kinds_of_tasks, probe_rewards, task_sets
 from areal_jax.run.plan import Plan
 from areal_jax.run.recording import start_progress, start_recording
-from areal_jax.run.worker_roles import releases
+from areal_jax.run.worker_pool import EngineCount, WorkerPool, all_or_none, start_worker
 
 logger = logging.getLogger(__name__)
 
 TRAINER = "areal_jax.run.trainer_host:TrainerHost"
-ENGINE = "areal_jax.run.worker_roles:EngineHost"
-REWARDS = "areal_jax.run.worker_roles:RewardWorker"
-
-REPLACEMENT_ATTEMPTS = 3
-"""Failed attempts to start a worker after which it is given up."""
 
 COLLECT_TIMEOUT_S = 600.0
 """Longest time for trainer hosts to put a version of any size into the object store."""
@@ -94,110 +84,6 @@ async def train_on_cluster(
                 resume = True
 
 
-class WorkerPool:
-    """Engines and reward workers: as many as the settings say, each replaced when it dies."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        arguments: tuple[Any, ...],
-        kinds: list[str],
-        probe: Callable[[Grader], Coroutine[Any, Any, None]],
-    ) -> None:
-        """
-        Args:
-            arguments: settings and source, as roles get them.
-            kinds: of tasks to grade.
-            probe: raises ConfigError where a reward worker cannot grade.
-        """
-        self._probe = probe
-        self._cluster, self._arguments, self._kinds = cluster, arguments, kinds
-        wait_s = cluster.config.start_timeout_s
-        self.engines, self.graders = Engines(wait_s=wait_s), Graders(wait_s=wait_s)
-        self._numbers = {"engine": itertools.count(), "reward worker": itertools.count()}
-        self._policy: str | None = None
-        # Replacements being started; owned by this object, cancelled by `close`.
-        self._starting: set[asyncio.Task[None]] = set()
-        self._closing = False
-
-    async def start(self) -> None:
-        """Start all workers concurrently."""
-        config = self._cluster.config
-        await all_or_none(
-            *(self._start_engine() for _ in range(config.rollout_engines)),
-            *(self._start_grader() for _ in range(config.reward_workers)),
-        )
-
-    async def close(self) -> None:
-        """End all workers."""
-        self._closing = True
-        for task in self._starting:
-            task.cancel()
-        await asyncio.gather(*self._starting, return_exceptions=True)
-        await asyncio.gather(self.engines.close(), self.graders.close())
-
-    async def _start_engine(self) -> None:
-        number = next(self._numbers["engine"])
-        connection, facts = await start_worker(
-            self._cluster, "engine", number, ENGINE, *self._arguments
-        )
-        self._policy = expected = self._policy or facts["policy"]
-        try:
-            require_same_policy(connection.name, facts, expected)
-        except ConfigError:
-            await connection.close()
-            raise
-        self.engines.join(
-            number, connection, facts["num_slots"], self._replacement(self._start_engine)
-        )
-
-    async def _start_grader(self) -> None:
-        number = next(self._numbers["reward worker"])
-        connection, _ = await start_worker(
-            self._cluster, "reward worker", number, REWARDS, *self._arguments, self._kinds
-        )
-
-        async def grade(task: Task, answer: str) -> RewardResult:
-            return RewardResult(**await connection.call("grade", task_to_json(task), answer))
-
-        try:
-            await self._probe(grade)
-        except ConfigError:
-            await connection.close()
-            raise
-        self.graders.join(number, connection, self._replacement(self._start_grader))
-
-    def _replacement(self, start: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-        def replace() -> None:
-            if not self._closing:
-                task = asyncio.create_task(self._replace(start), name="replacement")
-                self._starting.add(task)
-                task.add_done_callback(self._starting.discard)
-
-        return replace
-
-    async def _replace(self, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        attempt = 1
-        while attempt <= REPLACEMENT_ATTEMPTS:
-            try:
-                await start()
-                return
-            except InsufficientResources as error:
-                logger.error("%s; continuing without it until there are resources", error)
-            except (WorkerDied, ConfigError) as error:
-                logger.error(
-                    "restarting a worker failed, attempt %d of %d: %s",
-                    attempt,
-                    REPLACEMENT_ATTEMPTS,
-                    error,
-                )
-                attempt += 1
-        logger.error(
-            ("worker given up: continuing with %d engines and %d reward workers"),
-            *(len(self.engines.connections), len(self.graders.connections)),
-        )
-
-
 @asynccontextmanager
 async def build_cluster_run(
     plan: Plan,
@@ -230,7 +116,7 @@ async def build_cluster_run(
         saved_version = store.latest_version() if resume else None
         progress = start_progress(stack, plan, folder, saved_version)
         arguments = written_settings(experiment), source
-        pool = _make_pool(stack, plan, cluster, arguments, progress.say)
+        pool = _make_pool(stack, plan, folder, cluster, arguments, progress.say)
         stage = progress.stage("starting trainer hosts, engines and reward workers")
         async with cluster.reserve():
             with stage:
@@ -271,6 +157,7 @@ async def build_cluster_run(
 def _make_pool(
     stack: AsyncExitStack,
     plan: Plan,
+    folder: Path,
     cluster: Cluster,
     arguments: tuple[Any, ...],
     say: Callable[[str], None],
@@ -282,6 +169,7 @@ def _make_pool(
         arguments,
         sorted(kinds_of_tasks(plan)),
         lambda grader: probe_rewards(grader, experiment, *task_sets(plan), say=say),
+        EngineCount(folder, config).read,
     )
     stack.push_async_callback(pool.close)
     say(
@@ -327,59 +215,3 @@ async def start_trainers(
             f"trainer hosts could not start: {type(error).__name__}: {error}"
         ) from error
     return Trainers(hosts, joined[0]["version"]), joined[0]["beside"]
-
-
-async def all_or_none(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run work concurrently; all results. Where one fails, the others are cancelled and awaited
-    before its error is raised.
-    """
-    tasks = [asyncio.create_task(each) for each in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def start_worker(
-    cluster: Cluster, kind: Kind, number: int, role: str, *arguments: Any
-) -> tuple[Connection, dict[str, Any]]:
-    """Start a worker; its connection, and the facts that its role reports. Raises as
-    `Cluster.start` and `require_same_releases`.
-    """
-    connection, facts = await cluster.start(kind, number, role, *arguments)
-    try:
-        require_same_releases(connection.name, facts)
-    except ConfigError:
-        await connection.close()
-        raise
-    return connection, facts
-
-
-def require_same_policy(name: str, facts: dict[str, Any], expected: str) -> None:
-    """Require that an engine has the same policy files as the first one.
-
-    Raises:
-        ConfigError: it has others.
-    """
-    if facts["policy"] != expected:
-        raise ConfigError(
-            f"{name} ({facts['devices']}) found another policy than the other engines: expected "
-            f"fingerprint {expected}, found {facts['policy']}; policy.path must name the same "
-            "files on every host"
-        )
-
-
-def require_same_releases(name: str, facts: dict[str, Any]) -> None:
-    """Require that a worker runs the same releases as this process.
-
-    Raises:
-        ConfigError: it runs others.
-    """
-    if different := [
-        f"{what} {facts[what]}, expected {here}"
-        for what, here in releases().items()
-        if facts[what] != here
-    ]:
-        raise ConfigError(f"{name} has {' and '.join(different)}: install the same on every host")

@@ -74,7 +74,7 @@ class Fault:
     which: int = 0
 
 
-FAULTS = ("kill", "kill", "kill all", "hang", "lose objects", "full store", "partition")
+FAULTS = ("kill", "kill", "leave", "kill all", "hang", "lose objects", "full store", "partition")
 
 
 @dataclass
@@ -282,8 +282,8 @@ class EngineModel:
         ticket = next(self._tickets)
         self._asked[ticket] = future
         future.add_done_callback(lambda _: self._cancel(ticket) if future.cancelled() else None)
-        assert method == "submit"
-        self._world.network.send(lambda: self._submit(ticket, *arguments), once=True)
+        answer = {"submit": self._submit, "snapshot": self._snapshot}[method]
+        self._world.network.send(lambda: answer(ticket, *arguments), once=True)
         return future
 
     def notify(self, method: str, *arguments: Any) -> None:
@@ -344,6 +344,13 @@ class EngineModel:
         request = wire.decode_request(plain)
         sampled = list(request.resume) or [empty_completion()] * request.num_samples
         self._held[request.id] = _Running(request, ticket, sampled, len(sampled[0].tokens))
+
+    def _snapshot(self, ticket: int) -> None:
+        if not self.is_dead:
+            answer = {
+                name: wire.encode_completions(each.sampled) for name, each in self._held.items()
+            }
+            self._world.network.send(lambda: self._answer(ticket, answer), once=True)
 
     def _drain_commands(self, verb: str, *arguments: Any) -> None:
         if not self.is_dead:
@@ -435,6 +442,7 @@ class World:
         self.broadcast = WeightBroadcast(self.trainers, self.engines, collect_timeout_s=60.0)
         self.living: dict[int, EngineModel] = {}
         self.outcome = Outcome()
+        self._leaving = set[asyncio.Task[None]]()
         self._numbers = itertools.count()
         self._num_groups = itertools.count()
 
@@ -473,6 +481,8 @@ class World:
             match fault.kind:
                 case "kill" if victim is not None:
                     self._kill(victim)
+                case "leave" if victim is not None:
+                    self._leave(victim)
                 case "kill all":
                     for engine in alive:
                         self._kill(engine)
@@ -492,6 +502,16 @@ class World:
     def _kill(self, engine: EngineModel) -> None:
         engine.die()
         self.loop.call_later(self.rng.random() * 3, engine.lose, "died: killed")
+
+    def _leave(self, engine: EngineModel) -> None:
+        """End an engine in good order; another one joins later."""
+
+        async def leave() -> None:
+            await self.engines.leave(engine.number)
+            if self.living.pop(engine.number, None) is not None:
+                self.loop.call_later(self.setup.start_s, self.start_engine)
+
+        self._leaving.add(asyncio.create_task(leave(), name=f"{engine.name} leaves"))
 
     # The loop.
 

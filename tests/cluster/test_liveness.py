@@ -11,9 +11,11 @@ import asyncio
 import logging
 import math
 import os
+from collections import Counter
+from typing import Any
 
 import pytest
-from cluster_model import FAULTS, Fault, Setup, World, simulated
+from cluster_model import FAULTS, LENGTH, EngineModel, Fault, Setup, World, simulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,3 +113,37 @@ def test_requests_leave_an_engine_that_hangs(has_slots: bool, patience_s: float)
     took_s, broken = clock.run(whole())
     assert patience_s < took_s < patience_s + 15.0
     assert broken == []
+
+
+def test_nothing_is_sampled_again_when_an_engine_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No report reaches the controller: what the engine has sampled comes by its snapshot alone.
+    async def silent(_: EngineModel) -> None:
+        await asyncio.Event().wait()
+
+    sampled = list[int]()
+    draw = EngineModel._draw_one
+
+    def counted(engine: EngineModel, held: Any) -> None:
+        sampled.append(engine.number)
+        draw(engine, held)
+
+    monkeypatch.setattr(EngineModel, "_report", silent)
+    monkeypatch.setattr(EngineModel, "_draw_one", counted)
+
+    async def whole() -> list[str]:
+        world = World(Setup(num_engines=2, num_slots=8))
+        world.start_engine()
+        world.broadcast.publish(0, None)
+        await world.engines.wait_for_version(0, 60.0)
+        submitted = [asyncio.create_task(world.submit(f"group {each}", 0)) for each in range(4)]
+        while len(sampled) < 4 * 3:
+            await asyncio.sleep(0.01)
+        world.start_engine()
+        await world.engines.leave(0)
+        assert world.engines.num_deaths == 0 and world.engines.num_staying == 1
+        await asyncio.gather(*submitted)
+        await world.close()
+        return world.outcome.broken
+
+    assert clock.run(whole()) == []
+    assert Counter(sampled) == {0: 4 * 3, 1: 4 * (LENGTH - 3)}
