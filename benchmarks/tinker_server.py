@@ -12,8 +12,9 @@ learning, 16 generated problems x 8 samples a step with advantages centred in th
 
 Throughput: forward_backward and optim_step of 64 sequences of 96 tokens against
 `trainer.step.Learner.update` of the same packed batch; 16 prompts x 4 samples of exactly 64 tokens
-against `EngineLoop.submit` of the same requests. Each round times both in turns; results are
-medians over rounds, ratios are computed per round. Appends one line to
+against `EngineLoop.submit` of the same requests, also with the server's engine.batch_invariant.
+Each round times all in turns; results are medians over rounds, ratios are computed per round, of
+tokens per second and of processor time (that of server and client together). Appends one line to
 benchmarks/results/tinker_server.jsonl. Needs idle cores.
 """
 
@@ -32,8 +33,10 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
+import chz
 import jax
 import numpy as np
+import psutil
 import tinker
 from results import append
 from tinker import types
@@ -69,8 +72,8 @@ ADAM = types.AdamParams(learning_rate=1e-3)
 
 
 @contextmanager
-def serving(run_folder: str) -> Iterator[str]:
-    """Run the server; yields its URL."""
+def serving(run_folder: str) -> Iterator[tuple[str, psutil.Process]]:
+    """Run the server; yields its URL and its process."""
     names = ("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch")
     given = [f"engine.{name}={getattr(ENGINE, name)}" for name in names]
     given += [f"run_folder={run_folder}", "port=0", f"api_key={KEY}", "remat=none"]
@@ -80,7 +83,8 @@ def serving(run_folder: str) -> Iterator[str]:
     )
     assert server.stdout is not None
     try:
-        yield server.stdout.readline().strip().partition(" trains at ")[2]
+        url = server.stdout.readline().strip().partition(" trains at ")[2]
+        yield url, psutil.Process(server.pid)
     finally:
         server.terminate()
         server.wait()
@@ -182,7 +186,7 @@ def reinforcement(service: Any, tokenizer: HFTokenizer, steps: int) -> dict[str,
 
 
 class OwnClasses:
-    """The project's learner and engine on the same work, in this process."""
+    """The project's learner and engines on the same work, in this process."""
 
     def __init__(self) -> None:
         meshes = make_meshes(PlacementConfig(), jax.devices()[:1])
@@ -209,32 +213,37 @@ class OwnClasses:
             ),
             num_updates=1000,
         )
-        engine = DecodeEngine(policy, meshes.rollout, ENGINE, np.float32)
-        weights = lora.attach(
-            policy, engine.layout(base(meshes.rollout, ROLLOUT_RULES)), engine.layout(params)
-        )
-        self.loop = EngineLoop(engine, Pinned(Weights(0, weights)))
-        self.loop.start()
+        self.loops = dict[str, EngineLoop]()
+        for invariance in ("off", "equal_views"):
+            config = chz.replace(ENGINE, batch_invariant=invariance)
+            engine = DecodeEngine(policy, meshes.rollout, config, np.float32)
+            weights = lora.attach(
+                policy, engine.layout(base(meshes.rollout, ROLLOUT_RULES)), engine.layout(params)
+            )
+            self.loops[invariance] = EngineLoop(engine, Pinned(Weights(0, weights)))
+            self.loops[invariance].start()
 
     def train(self, sequences: Sequence[np.ndarray]) -> None:
         mask = np.arange(SEQUENCE_TOKENS) > 0
         self.trainer.step([SupervisedExample(tokens, mask) for tokens in sequences])
 
-    async def _sample(self, prompts: Sequence[np.ndarray], seed: int) -> None:
+    async def _sample(self, loop: EngineLoop, prompts: Sequence[np.ndarray], seed: int) -> None:
         sampling = Sampling(NEW_TOKENS)
         requests = [
             Request(f"{seed}-{i}", prompt, SAMPLES, sampling, seed)
             for i, prompt in enumerate(prompts)
         ]
-        for found in await asyncio.gather(*(self.loop.submit(each) for each in requests)):
+        for found in await asyncio.gather(*(loop.submit(each) for each in requests)):
             assert all(len(each.tokens) == NEW_TOKENS for each in found)
 
-    def sample(self, prompts: Sequence[np.ndarray], seed: int) -> None:
-        asyncio.run(self._sample(prompts, seed))
+    def sample(self, invariance: str, prompts: Sequence[np.ndarray], seed: int) -> None:
+        asyncio.run(self._sample(self.loops[invariance], prompts, seed))
 
 
-def throughput(service: Any, rounds: int) -> dict[str, float]:
-    """Time both in turns; tokens per second, and the ratio of server to own classes."""
+def throughput(service: Any, server: psutil.Process, rounds: int) -> dict[str, float]:
+    """Time all in turns; tokens per second, processor seconds, and ratios of the server to the own
+    classes.
+    """
     own, training = OwnClasses(), new_client(service)
     rng = np.random.default_rng(0)
     sequences = list(rng.integers(3, 700, (SEQUENCES, SEQUENCE_TOKENS)).astype(np.int32))
@@ -255,32 +264,49 @@ def throughput(service: Any, rounds: int) -> dict[str, float]:
             assert all(len(each.tokens) == NEW_TOKENS for each in future.result().sequences)
 
     work = {
-        "train": (train_by_client, lambda _: own.train(sequences), SEQUENCES * SEQUENCE_TOKENS),
+        "train": (
+            {"server": train_by_client, "own": lambda _: own.train(sequences)},
+            SEQUENCES * SEQUENCE_TOKENS,
+        ),
         "sample": (
-            sample_by_client,
-            lambda seed: own.sample(prompts, seed),
+            {
+                "server": sample_by_client,
+                "own": lambda seed: own.sample("off", prompts, seed),
+                "own_invariant": lambda seed: own.sample("equal_views", prompts, seed),
+            },
             PROMPTS * SAMPLES * NEW_TOKENS,
         ),
     }
+
+    def cpu_s() -> float:
+        times = server.cpu_times()
+        return time.process_time() + times.user + times.system
+
     found = dict[str, float]()
-    for name, (by_client, by_own, tokens) in work.items():
-        rates: dict[str, list[float]] = {"server": [], "own": []}
-        for each in (by_client, by_own):
-            each(10_000)  # compiles
+    for name, (sides, tokens) in work.items():
+        rates, costs = ({side: list[float]() for side in sides} for _ in range(2))
+        for run in sides.values():
+            run(10_000)  # compiles
         for turn in range(rounds):
-            for side, each in (("server", by_client), ("own", by_own)):
-                start_s = time.perf_counter()
+            for side, run in sides.items():
+                start_s, start_cpu_s = time.perf_counter(), cpu_s()
                 for repeat in range(REPEATS):
-                    each(turn * REPEATS + repeat)
+                    run(turn * REPEATS + repeat)
                 rates[side].append(REPEATS * tokens / (time.perf_counter() - start_s))
-        ratios = [a / b for a, b in zip(rates["server"], rates["own"], strict=True)]
-        found |= {
-            f"{name}_tokens_per_s_server": median(rates["server"]),
-            f"{name}_tokens_per_s_own": median(rates["own"]),
-            f"{name}_ratio": median(ratios),
-            f"{name}_ratio_lowest": min(ratios),
-        }
-    own.loop.close()
+                costs[side].append((cpu_s() - start_cpu_s) / REPEATS)
+        for side in sides:
+            found[f"{name}_tokens_per_s_{side}"] = median(rates[side])
+            found[f"{name}_cpu_s_{side}"] = median(costs[side])
+            if side != "server":
+                ratios = [a / b for a, b in zip(rates["server"], rates[side], strict=True)]
+                cpu_ratios = [a / b for a, b in zip(costs[side], costs["server"], strict=True)]
+                found |= {
+                    f"{name}_ratio_to_{side}": median(ratios),
+                    f"{name}_ratio_to_{side}_lowest": min(ratios),
+                    f"{name}_cpu_ratio_to_{side}": median(cpu_ratios),
+                }
+    for loop in own.loops.values():
+        loop.close()
     return found
 
 
@@ -293,10 +319,10 @@ def main() -> None:
     os.environ["TINKER_TELEMETRY"] = "0"
     tokenizer = HFTokenizer.from_folder(EMBEDDED)
     row: dict[str, Any] = {"label": "measured", "tinker": tinker.__version__, **vars(given)}
-    with tempfile.TemporaryDirectory() as run_folder, serving(run_folder) as url:
+    with tempfile.TemporaryDirectory() as run_folder, serving(run_folder) as (url, server):
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
         if given.rounds:
-            row["throughput"] = throughput(service, given.rounds)
+            row["throughput"] = throughput(service, server, given.rounds)
         if given.sft_steps:
             row["supervised"] = supervised(service, tokenizer, given.sft_steps)
         if given.rl_steps:

@@ -30,7 +30,8 @@ class ListeningServer(NamedTuple):
     model: str
     """Name of the policy for clients."""
     base_url: str
-    api_key: str
+    api_key: str | None
+    """Key of the default tenant; None: only the tenants of the file have keys."""
 
 
 def read_config(
@@ -63,14 +64,21 @@ async def listening_server(config: TinkerConfig) -> AsyncIterator[ListeningServe
     from areal_jax.serve.app import listening
     from areal_jax.tinker.app import App
     from areal_jax.tinker.journal import Journal
+    from areal_jax.tinker.tenants import DEFAULT, Tenant, Tenants, read_tenants
 
     journal = Journal(Path(config.run_folder).expanduser())
     try:
         # A client that goes on after a restart has the old key.
         generated = KEY_PREFIX + secrets.token_urlsafe(24)
-        api_key = config.api_key or journal.value("api_key", generated)
-        async with training_service(config, journal) as service:
-            app = App(service, api_key)
+        own = () if config.tenants is None else read_tenants(config.tenants, config.quota)
+        api_key = config.api_key
+        if not own and api_key is None:
+            api_key = journal.value("api_key", generated)
+        if api_key is not None:
+            own = Tenant(DEFAULT, api_key, config.quota), *own
+        tenants = Tenants(own, journal.sessions())
+        async with training_service(config, journal, tenants) as service:
+            app = App(service)
             try:
                 async with listening(
                     app, config.host, config.port, config.limits.shutdown_timeout_s

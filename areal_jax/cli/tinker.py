@@ -70,7 +70,7 @@ async def _serve(config: TinkerConfig, interruption: Interruption) -> int:
         print(f"{server.model} trains at {server.base_url}", flush=True)
         print(f"TINKER_BASE_URL={server.base_url}", flush=True)
         # A given key is the user's own, and is not shown.
-        if config.api_key is None:
+        if config.api_key is None and server.api_key is not None:
             print(f"TINKER_API_KEY={server.api_key}", flush=True)
         await stop.wait()
         return 0

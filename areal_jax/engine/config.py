@@ -102,6 +102,12 @@ class EngineConfig:
         default=1.0,
         doc="draw among the most likely tokens that hold this much probability",
     )
+    admission_wait_s: float = chz.field(
+        validator=NOT_NEGATIVE,
+        default=0.0,
+        doc="an idle engine starts when no request has come for so long, and after 8 times as long "
+        "at the latest: requests that arrive one by one are decoded in the same dispatches",
+    )
     request_timeout_s: float = chz.field(
         validator=POSITIVE,
         default=3600.0,

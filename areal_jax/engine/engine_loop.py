@@ -309,6 +309,15 @@ class EngineLoop:
         self._arrived = self._weights.newest(self.version)
         return self._arrived is None and scheduler.reserve_ahead()
 
+    def _await_others(self) -> None:
+        """Wait for requests that arrive shortly after the first one."""
+        wait_s = self._config.admission_wait_s
+        end_s, num_waiting = time.perf_counter() + 8 * wait_s, 0
+        while len(self._scheduler.waiting) > num_waiting and not self._closing:
+            num_waiting = len(self._scheduler.waiting)
+            if wait_s and time.perf_counter() < end_s:
+                self._commands.drain(wait_s)
+
     def _idle(self) -> None:
         """Wait for a command, or for weights that a waiting request needs."""
         start_s = time.perf_counter()
@@ -320,4 +329,5 @@ class EngineLoop:
                 self._weights.wait(max(at_least, self.version + 1), _WEIGHTS_WAIT_S)
         else:
             self._commands.drain(_COMMANDS_WAIT_S)
+            self._await_others()
         self._metrics.count("wait_s", time.perf_counter() - start_s)

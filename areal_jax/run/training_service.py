@@ -25,11 +25,14 @@ from areal_jax.tinker.config import TinkerConfig
 from areal_jax.tinker.engine_pool import EnginePool, SamplerWeights
 from areal_jax.tinker.journal import Journal
 from areal_jax.tinker.service import Service
+from areal_jax.tinker.tenants import Tenants
 from areal_jax.tinker.training import TrainingBackend
 
 
 @asynccontextmanager
-async def training_service(config: TinkerConfig, journal: Journal) -> AsyncIterator[Service]:
+async def training_service(
+    config: TinkerConfig, journal: Journal, tenants: Tenants
+) -> AsyncIterator[Service]:
     """Load the policy and resume what the journal holds, until the block ends.
 
     The function has more than 60 lines because it makes and connects all parts.
@@ -95,7 +98,7 @@ async def training_service(config: TinkerConfig, journal: Journal) -> AsyncItera
     )
     names = frozenset({name, config.model, str(folder)})
     served = ServedPolicy(name, names, tokenizer, tokenizer_id)
-    service = Service(config, served, backend, journal, pool)
+    service = Service(config, served, backend, journal, pool, tenants)
     async with service.running():
         yield service
 

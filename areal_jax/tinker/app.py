@@ -5,23 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from aiohttp import web
 
 from areal_jax.errors import InvalidRequest
-from areal_jax.serve.bodies import read_json, require_key
+from areal_jax.serve.bodies import read_json
 from areal_jax.serve.validation import APIError
 from areal_jax.tinker import bodies
 from areal_jax.tinker.config import TinkerLimits
-from areal_jax.tinker.messages import sample_to_json
-from areal_jax.tinker.service import QueueFull, Service
-from areal_jax.tinker.training_queue import Unknown
+from areal_jax.tinker.messages import parse_forward_backward, sample_to_json
+from areal_jax.tinker.service import Service
+from areal_jax.tinker.tenants import QueueFull, Tenant, Unknown
 
 logger = logging.getLogger(__name__)
 
 PROTOBUF = "application/x-protobuf"
 RETRY_AFTER_S = 1
+
+_TENANT: ContextVar[Tenant] = ContextVar("tenant")
+"""Tenant of the request that a task answers."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 B = TypeVar("B", bound=bodies.Body)
@@ -33,15 +37,14 @@ class App:
     It has more than 200 lines because it is the list of all routes.
     """
 
-    def __init__(self, service: Service, api_key: str) -> None:
-        self._service, self._api_key = service, api_key
+    def __init__(self, service: Service) -> None:
+        self._service, self._tenants = service, service.tenants
         self.limits: TinkerLimits = service.config.limits
         self.http = web.Application(
             middlewares=[self._convert_errors], client_max_size=self.limits.max_body_bytes
         )
         router = self.http.router
         for path, handler in (
-            ("create_session", self._immediate(bodies.CreateSession, service.create_session)),
             ("session_heartbeat", self._immediate(bodies.SessionHeartbeat, service.heartbeat)),
             ("get_info", self._immediate(bodies.ModelBody, service.get_info)),
             ("unload_model", self._immediate(bodies.ModelBody, service.unload_model)),
@@ -62,6 +65,7 @@ class App:
             ("save_weights_for_sampler", bodies.SaveWeightsForSampler),
         ):
             router.add_post(f"/api/v1/{path}", self._operation(path, kind))
+        router.add_post("/api/v1/create_session", self._create_session)
         router.add_post("/api/v1/forward_backward", self._forward_backward)
         router.add_post("/api/v1/retrieve_future", self._retrieve_future)
         router.add_post("/api/v1/client/config", self._client_config)
@@ -93,7 +97,10 @@ class App:
         """Check the key, and convert every error to a status and a category."""
         try:
             if request.path != "/api/v1/healthz":
-                require_key(request.headers.get("X-API-Key", ""), self._api_key, "the server's key")
+                tenant = self._tenants.of_key(request.headers.get("X-API-Key", ""))
+                _TENANT.set(tenant)
+                for name in request.match_info.values():
+                    self._tenants.require_owner(tenant, name)
             return await handler(request)
         except ConnectionError:
             raise  # the client has left
@@ -138,7 +145,11 @@ class App:
         if len(raw) > self.limits.max_json_bytes:
             limit = self.limits.max_json_bytes
             raise APIError(413, f"expected at most limits.max_json_bytes={limit} bytes")
-        return bodies.read_body(kind, read_json(raw, len(raw))), raw
+        body = bodies.read_body(kind, read_json(raw, len(raw)))
+        for field in bodies.OWNED & kind.model_fields.keys():
+            if (name := getattr(body, field)) is not None:
+                self._tenants.require_owner(_TENANT.get(), name)
+        return body, raw
 
     # Routes.
 
@@ -162,10 +173,17 @@ class App:
 
         return answer
 
+    async def _create_session(self, request: web.Request) -> web.Response:
+        body, _ = await self._body(request, bodies.CreateSession)
+        return web.json_response(self._service.create_session(body, _TENANT.get()))
+
     async def _forward_backward(self, request: web.Request) -> web.Response:
         if request.content_type != PROTOBUF:
             raise APIError(415, f"expected {PROTOBUF}, found {request.content_type}; tinker>=0.25")
-        return web.json_response(self._service.forward_backward(await self._read(request)))
+        raw = await self._read(request)
+        parsed = parse_forward_backward(raw)
+        self._tenants.require_owner(_TENANT.get(), parsed.model_id)
+        return web.json_response(self._service.forward_backward(parsed, raw))
 
     async def _retrieve_future(self, request: web.Request) -> web.Response:
         body, _ = await self._body(request, bodies.RetrieveFuture)
@@ -213,7 +231,7 @@ class App:
         return web.json_response(self._service.get_sampler(request.match_info["sampler"]))
 
     async def _sessions(self, request: web.Request) -> web.Response:
-        return web.json_response(self._service.sessions(*_page(request)))
+        return web.json_response(self._service.sessions(*_of(request)))
 
     async def _session(self, request: web.Request) -> web.Response:
         return web.json_response(self._service.session(request.match_info["session"]))
@@ -223,7 +241,7 @@ class App:
         return web.json_response(self._service.finish_session(request.match_info["session"]))
 
     async def _training_runs(self, request: web.Request) -> web.Response:
-        return web.json_response(self._service.catalog.training_runs(*_page(request)))
+        return web.json_response(self._service.catalog.training_runs(*_of(request)))
 
     async def _training_run(self, request: web.Request) -> web.Response:
         return web.json_response(self._service.catalog.training_run(request.match_info["model"]))
@@ -232,7 +250,7 @@ class App:
         return web.json_response(self._service.catalog.checkpoints(request.match_info["model"]))
 
     async def _all_checkpoints(self, request: web.Request) -> web.Response:
-        return web.json_response(self._service.catalog.all_checkpoints(*_page(request)))
+        return web.json_response(self._service.catalog.all_checkpoints(*_of(request)))
 
     async def _delete_checkpoint(self, request: web.Request) -> web.Response:
         found = request.match_info
@@ -248,8 +266,8 @@ class App:
         return web.json_response({})
 
 
-def _page(request: web.Request) -> tuple[int, int]:
-    """Return limit and offset of a list.
+def _of(request: web.Request) -> tuple[Tenant, int, int]:
+    """Return whose list is asked for, its limit and its offset.
 
     Raises:
         InvalidRequest: they are no such numbers.
@@ -264,4 +282,4 @@ def _page(request: web.Request) -> tuple[int, int]:
         raise InvalidRequest(
             f"expected limit from 0 to 1000 and offset from 0, found {limit}, {offset}"
         )
-    return limit, offset
+    return _TENANT.get(), limit, offset

@@ -132,6 +132,13 @@ class Sample(Body):
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
 
+    def num_tokens(self, longest: int) -> int:
+        """Return the tokens that it may need: of the prompt, and of samples as long as they may be,
+        or else of the longest answers.
+        """
+        prompt = sum(len(chunk.tokens) for chunk in self.prompt.chunks)
+        return prompt + self.num_samples * (self.sampling_params.max_tokens or longest)
+
 
 class RetrieveFuture(Body):
     request_id: Id
@@ -144,6 +151,13 @@ class CheckpointTtl(Body):
 class WeightsInfo(Body):
     tinker_path: str
 
+
+OWNED = {
+    *("session_id", "model_id", "sampling_session_id", "request_id"),
+    *("path", "model_path", "tinker_path"),
+}
+"""Fields with the id or the path of what a tenant owns. `path` may also be the name of a new
+checkpoint, which is no session's."""
 
 B = TypeVar("B", bound=Body)
 

@@ -9,7 +9,8 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.tinker import bodies
 from areal_jax.tinker.config import TinkerConfig
 from areal_jax.tinker.journal import CheckpointRow, Journal, ModelRow
-from areal_jax.tinker.training_queue import SCHEME, TrainingQueue, Unknown
+from areal_jax.tinker.tenants import SCHEME, Tenant, Tenants, Unknown
+from areal_jax.tinker.training_queue import TrainingQueue
 
 
 class ServedPolicy(NamedTuple):
@@ -27,9 +28,15 @@ class Catalog:
     """Lists what is stored. Used by the event loop only."""
 
     def __init__(
-        self, config: TinkerConfig, policy: ServedPolicy, journal: Journal, queue: TrainingQueue
+        self,
+        config: TinkerConfig,
+        policy: ServedPolicy,
+        journal: Journal,
+        queue: TrainingQueue,
+        tenants: Tenants,
     ) -> None:
         self._config, self._policy, self._journal, self._queue = config, policy, journal, queue
+        self._tenants = tenants
         self.last_request_s = dict[str, float]()
         """Time of the last operation of each model."""
 
@@ -43,8 +50,10 @@ class Catalog:
         }
         return {"supported_models": [model]}
 
-    def training_runs(self, limit: int, offset: int) -> dict[str, Any]:
-        rows = self._journal.models()
+    def training_runs(self, tenant: Tenant, limit: int, offset: int) -> dict[str, Any]:
+        """List the training runs of a tenant."""
+        of = self._tenants.name_of
+        rows = [row for row in self._journal.models() if of(row.id) == tenant.name]
         return {
             "training_runs": [self._training_run(row) for row in rows[offset : offset + limit]],
             "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)},
@@ -75,8 +84,10 @@ class Catalog:
         self.training_run(model)
         return {"checkpoints": self._checkpoints_of(model)}
 
-    def all_checkpoints(self, limit: int, offset: int) -> dict[str, Any]:
-        rows = self._listed()
+    def all_checkpoints(self, tenant: Tenant, limit: int, offset: int) -> dict[str, Any]:
+        """List the checkpoints of a tenant."""
+        of = self._tenants.name_of
+        rows = [row for row in self._listed() if of(row.model) == tenant.name]
         return {
             "checkpoints": [_checkpoint(row) for row in rows[offset : offset + limit]],
             "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)},

@@ -139,6 +139,31 @@ class TinkerLimits:
 
 
 @chz.chz
+class TenantQuota:
+    """What one tenant, whom a key names, may use at the same time."""
+
+    max_sessions: int = chz.field(
+        validator=POSITIVE, default=64, doc="open sessions; one more is refused (429)"
+    )
+    max_models: int = chz.field(
+        validator=POSITIVE,
+        default=32,
+        doc="models that are not unloaded; one more is refused (429)",
+    )
+    max_requests: int = chz.field(
+        validator=POSITIVE,
+        default=16384,
+        doc="unfinished training operations and sampling requests; one more is refused (429)",
+    )
+    max_tokens: int = chz.field(
+        validator=POSITIVE,
+        default=64 << 20,
+        doc="tokens of unfinished requests: those of datums, and of prompts with num_samples x "
+        "max_tokens; a request beyond is refused (429)",
+    )
+
+
+@chz.chz
 class TinkerConfig:
     """A server on which clients of Tinker's API train LoRA adapters of one frozen policy."""
 
@@ -166,6 +191,14 @@ class TinkerConfig:
         default=None,
         doc=f"key that clients send, which starts with {KEY_PREFIX}; none: one is generated, "
         "stored in the run folder and printed",
+    )
+    tenants: str | None = chz.field(
+        default=None,
+        doc="TOML file with a table for each tenant: its api_key, and quotas that differ from "
+        "`quota`; none: api_key is the only key",
+    )
+    quota: TenantQuota = chz.field(
+        default_factory=TenantQuota, doc="what each tenant may use at the same time"
     )
     lora: bool = chz.field(
         default=True,
@@ -204,6 +237,7 @@ class TinkerConfig:
             max_prompt_tokens=512,
             max_new_tokens=512,
             batch_invariant="equal_views",
+            admission_wait_s=0.01,
         ),
         doc="decoding; temperature, top_k and top_p come from requests",
     )

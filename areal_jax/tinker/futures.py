@@ -14,17 +14,26 @@ from typing import Any
 
 from areal_jax.errors import InvalidRequest
 from areal_jax.tinker.journal import Journal, RequestRow
+from areal_jax.tinker.tenants import Tenants
 
 
 class Futures:
     """Pending requests, in the journal. Used by the event loop only."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, journal: Journal, tenants: Tenants) -> None:
+        self._journal, self._tenants = journal, tenants
         self._finished: dict[str, asyncio.Event] = {}
 
     def submit(
-        self, owner: str, seq: int, kind: str, body: bytes, least: int = 0
+        self,
+        owner: str,
+        seq: int,
+        kind: str,
+        body: bytes,
+        *,
+        num_tokens: int = 0,
+        least: int = 0,
+        is_awaited: bool = False,
     ) -> tuple[RequestRow, bool]:
         """Add a request, or find it again.
 
@@ -33,13 +42,16 @@ class Futures:
             seq: number of the operation.
             kind: what is asked for.
             body: body of the request.
+            num_tokens: tokens that it is counted as, for the quota of its tenant.
             least: number that a new request must have at least.
+            is_awaited: whether others wait for it, so that it is not refused because of them.
 
         Returns:
             The request, and whether it is new.
 
         Raises:
             InvalidRequest: another request has this number, or had it.
+            QueueFull: it is beyond the quota of its tenant.
         """
         request, digest = f"{owner}:{seq}", hashlib.blake2b(body, digest_size=16).hexdigest()
         found = self._journal.request(request)
@@ -52,18 +64,21 @@ class Futures:
             return found, False
         if seq < least:
             raise InvalidRequest(f"seq_id={seq} of {owner}: expected at least {least}")
+        self._tenants.admit(request, num_tokens, is_awaited=is_awaited)
         row = RequestRow(request, owner, seq, kind, body, digest)
         self._journal.add_request(row)
-        self.watch(request)
+        self.watch(request, num_tokens)
         return row, True
 
-    def watch(self, request: str) -> None:
+    def watch(self, request: str, num_tokens: int) -> None:
         """Let clients wait for a pending request."""
         self._finished[request] = asyncio.Event()
+        self._tenants.begin(request, num_tokens)
 
     def finish(self, request: str, status: str, result: bytes) -> None:
         """Store the result of a request."""
         self._journal.finish_request(request, status, result)
+        self._tenants.end(request)
         if (event := self._finished.pop(request, None)) is not None:
             event.set()
 

@@ -157,6 +157,12 @@ class ForwardBackward(NamedTuple):
     message: Any
     """Holds the datums, which `read_datums` decodes."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all datums."""
+        chunks = (chunk for datum in self.message.data for chunk in datum.model_input)
+        return sum(len(chunk.encoded_text.tokens) for chunk in chunks) // 4
+
 
 class SampledTokens(NamedTuple):
     """One sampled sequence."""

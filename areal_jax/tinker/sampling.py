@@ -33,6 +33,7 @@ from areal_jax.tinker.futures import Futures, error_result
 from areal_jax.tinker.journal import RequestRow
 from areal_jax.tinker.messages import SampledTokens, sample_response
 from areal_jax.tinker.programs import PromptLogprobs
+from areal_jax.tinker.tenants import session_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class SamplingRequests:
         tokenizer: Of the policy.
         config: Settings of the server.
         score: Computes log-probs of prompts.
+        tenant_of: Returns the name of the tenant of a session.
     """
 
     pool: EnginePool
@@ -59,6 +61,7 @@ class SamplingRequests:
     tokenizer: HFTokenizer
     config: TinkerConfig
     score: ScorePrompt
+    tenant_of: Callable[[str], str]
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """Tasks by request, whose id starts with that of the session."""
     num_unfinished: Counter[str] = field(default_factory=Counter)
@@ -71,7 +74,7 @@ class SamplingRequests:
 
     def start(self, row: RequestRow, path: str) -> None:
         """Answer a request with the weights of a path."""
-        session = _session_of(row.id)
+        session = session_of(row.id)
         task = asyncio.get_running_loop().create_task(self._answer(row, path))
         self.running[row.id] = task
         self.num_unfinished[session] += 1
@@ -86,7 +89,7 @@ class SamplingRequests:
 
     def end_session(self, session: str) -> None:
         """Cancel the unfinished requests of a session."""
-        for request in [each for each in self.running if _session_of(each) == session]:
+        for request in [each for each in self.running if session_of(each) == session]:
             self.cancel(request)
 
     def cancel(self, request: str) -> None:
@@ -131,7 +134,8 @@ class SamplingRequests:
             for _ in range(body.num_samples)
         ]
         seed = body.sampling_params.seed
-        turn = self._turns.turn(_session_of(row.id), body.num_samples)
+        session = session_of(row.id)
+        turn = self._turns.turn(self.tenant_of(session), session, body.num_samples)
         async with turn, self.pool.assigned(path) as seat:
             request = Request(
                 id=row.id,
@@ -236,10 +240,6 @@ class SamplingRequests:
             stop_token_ids=tuple(dict.fromkeys(tokens)),
             num_top_logprobs=body.topk_sample_logprobs,
         )
-
-
-def _session_of(request: str) -> str:
-    return request.partition(":")[0]
 
 
 def _end_at_stops(detokenizers: Sequence[StreamDetokenizer]) -> OnProgress:

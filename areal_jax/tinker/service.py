@@ -6,6 +6,7 @@ The file has more than 400 lines because of its one class.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -30,18 +31,17 @@ from areal_jax.tinker.config import TinkerConfig
 from areal_jax.tinker.engine_pool import EnginePool, SamplerWeights
 from areal_jax.tinker.futures import Futures
 from areal_jax.tinker.journal import Journal, ModelRow, RequestRow
-from areal_jax.tinker.messages import parse_forward_backward
+from areal_jax.tinker.messages import ForwardBackward
 from areal_jax.tinker.programs import PromptLogprobs
 from areal_jax.tinker.sampling import SamplingRequests
+from areal_jax.tinker.tenants import SCHEME, QueueFull, Tenant, Tenants, Unknown
 from areal_jax.tinker.training import TrainingBackend, adapter_to_json
 from areal_jax.tinker.training_queue import (
     INFLIGHT,
     LATEST,
-    SCHEME,
     OperationResult,
     QueuedModel,
     TrainingQueue,
-    Unknown,
 )
 
 logger = logging.getLogger(__name__)
@@ -50,25 +50,6 @@ DEFAULT_RANK = 32
 """The client's own; also of the engine that samples from the base."""
 
 _EXPIRY_PERIOD_S = 5.0
-
-
-class QueueFull(APIError):
-    """A request beyond a limit, which is accepted later."""
-
-    def __init__(self, limit: str, most: int, found: int) -> None:
-        """
-        Args:
-            limit: name of the setting.
-            most: its value.
-            found: what there is of the same tenant.
-        """
-        super().__init__(429, f"limits.{limit}={most} is reached; try again later")
-        self.state = {
-            "queue_state": "paused_rate_limit",
-            "limit": limit,
-            "most": most,
-            "found": found,
-        }
 
 
 class Service:
@@ -84,16 +65,24 @@ class Service:
         backend: TrainingBackend,
         journal: Journal,
         pool: EnginePool,
+        tenants: Tenants,
     ) -> None:
+        self.tenants = tenants
         self.config, self.policy, self._backend, self._journal = config, policy, backend, journal
         self.folder = Path(config.run_folder).expanduser()
-        self.futures = Futures(journal)
+        self.futures = Futures(journal, tenants)
         self._pool = pool
         self._queue = TrainingQueue(
-            backend, journal, self.futures, self.folder, self._apply_done, pool.has
+            backend,
+            journal,
+            self.futures,
+            self.folder,
+            self._apply_done,
+            pool.has,
+            tenants.name_of,
         )
         self._samples = SamplingRequests(
-            pool, self.futures, policy.tokenizer, config, self._score_prompt
+            pool, self.futures, policy.tokenizer, config, self._score_prompt, tenants.name_of
         )
         journal.delete_closed(config.limits.result_ttl_s)
         # Open sessions with the time of their last heartbeat. Those of before a restart get time.
@@ -105,7 +94,7 @@ class Service:
         self._samplers = {sampler: (session, path) for sampler, session, path in journal.samplers()}
         # Weights of the last fixed path whose prompts were scored, on the train mesh.
         self._scored: tuple[str, LoRA | None, Params] | None = None
-        self.catalog = Catalog(config, policy, journal, self._queue)
+        self.catalog = Catalog(config, policy, journal, self._queue, tenants)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -113,7 +102,8 @@ class Service:
         for sampler, (_, path) in self._samplers.items():
             for row in self._journal.requests(sampler):
                 if row.status == "pending":
-                    self.futures.watch(row.id)
+                    body = bodies.read_body(bodies.Sample, json.loads(row.body))
+                    self.futures.watch(row.id, self._num_tokens(body))
                     self._samples.start(row, path)
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(work) for work in (self._queue.run(), self._expire())]
@@ -131,10 +121,12 @@ class Service:
 
     # Sessions.
 
-    def create_session(self, body: bodies.CreateSession) -> dict[str, Any]:
+    def create_session(self, body: bodies.CreateSession, tenant: Tenant) -> dict[str, Any]:
         session = secrets.token_hex(8)
         fields = {"user_metadata": body.user_metadata, "sdk_version": body.sdk_version[:100]}
-        self._journal.add_session(session, fields)
+        self.tenants.check(tenant.name, "max_sessions", len(self._sessions_of(tenant.name)))
+        self._journal.add_session(session, fields | {"tenant": tenant.name})
+        self.tenants.add_session(session, tenant)
         self._heard_s[session] = time.monotonic()
         return {"type": "create_session", "session_id": session}
 
@@ -143,8 +135,12 @@ class Service:
         self._heard_s[body.session_id] = time.monotonic()
         return {"type": "session_heartbeat"}
 
-    def sessions(self, limit: int, offset: int) -> dict[str, Any]:
-        return {"sessions": list(self._heard_s)[offset : offset + limit]}
+    def sessions(self, tenant: Tenant, limit: int, offset: int) -> dict[str, Any]:
+        return {"sessions": self._sessions_of(tenant.name)[offset : offset + limit]}
+
+    def _sessions_of(self, tenant: str) -> list[str]:
+        """List the open sessions of a tenant."""
+        return [name for name in self._heard_s if self.tenants.name_of(name) == tenant]
 
     def session(self, session: str) -> dict[str, Any]:
         """Describe a session, also one that has ended."""
@@ -251,28 +247,42 @@ class Service:
             of_session = sum(entry.row.session == session for entry in models)
             for name, count in (("max_models", len(models)), ("max_models_of_session", of_session)):
                 if count >= getattr(limits, name):
-                    raise QueueFull(name, getattr(limits, name), count)
+                    raise QueueFull(f"limits.{name}", getattr(limits, name), count)
+            of, tenant = self.tenants.name_of, self.tenants.name_of(session)
+            of_tenant = sum(of(entry.row.id) == tenant for entry in models)
+            self.tenants.check(tenant, "max_models", of_tenant)
             self._queue.add_model(ModelRow(model, session, fields))
         return self.submit(model, 0, kind, raw)
 
-    def submit(self, model: str, seq: int, kind: str, raw: bytes) -> dict[str, Any]:
+    def submit(
+        self, model: str, seq: int, kind: str, raw: bytes, num_tokens: int = 0
+    ) -> dict[str, Any]:
         """Add an operation of a model; a repeated one has its future already."""
         entry = self._queue.find(model)
         self._heard_s[entry.row.session] = time.monotonic()
         self.catalog.last_request_s[model] = time.time()
         most = self.config.limits.max_queued_operations
         if len(entry.waiting) >= most and seq > entry.next_seq:
-            raise QueueFull("max_queued_operations", most, len(entry.waiting))
-        row, is_new = self.futures.submit(model, seq, kind, raw, least=entry.next_seq)
+            raise QueueFull("limits.max_queued_operations", most, len(entry.waiting))
+        row, is_new = self.futures.submit(
+            model,
+            seq,
+            kind,
+            raw,
+            num_tokens=num_tokens,
+            least=entry.next_seq,
+            is_awaited=bool(entry.waiting) and seq == entry.next_seq,
+        )
         if is_new:
             self._queue.add(row)
         return {"request_id": row.id, "model_id": model}
 
-    def forward_backward(self, raw: bytes) -> dict[str, Any]:
-        request = parse_forward_backward(raw)
+    def forward_backward(self, request: ForwardBackward, raw: bytes) -> dict[str, Any]:
         if request.seq_id < 1:
             raise InvalidRequest(f"seq_id={request.seq_id}: expected a number of at least 1")
-        return self.submit(request.model_id, request.seq_id, "forward_backward", raw)
+        return self.submit(
+            request.model_id, request.seq_id, "forward_backward", raw, request.num_tokens
+        )
 
     def get_info(self, body: bodies.ModelBody) -> dict[str, Any]:
         entry = self._queue.find(body.model_id)
@@ -353,12 +363,21 @@ class Service:
         self._heard_s[session] = time.monotonic()
         limits, queued = self.config.limits, self._samples.num_unfinished[session]
         if queued >= limits.max_queued_samples:
-            raise QueueFull("max_queued_samples", limits.max_queued_samples, queued)
-        row, is_new = self.futures.submit(body.sampling_session_id, body.seq_id, "sample", raw)
+            raise QueueFull("limits.max_queued_samples", limits.max_queued_samples, queued)
+        row, is_new = self.futures.submit(
+            body.sampling_session_id,
+            body.seq_id,
+            "sample",
+            raw,
+            num_tokens=self._num_tokens(body),
+        )
         if is_new:
             self._samples.start(row, path)
         ids = [f"{row.id}:{number}" for number in range(body.num_samples)]
         return {"request_id": row.id, "sample_sequence_ids": ids}
+
+    def _num_tokens(self, body: bodies.Sample) -> int:
+        return body.num_tokens(self.config.engine.max_new_tokens)
 
     def cancel(self, body: bodies.RetrieveFuture) -> dict[str, Any]:
         self._samples.cancel(body.request_id)

@@ -14,6 +14,7 @@ import math
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,6 +29,7 @@ from areal_jax.tinker.engine_pool import SamplerWeights
 from areal_jax.tinker.futures import Futures, error_result, json_result
 from areal_jax.tinker.journal import CheckpointRow, Journal, ModelRow, RequestRow
 from areal_jax.tinker.messages import parse_forward_backward
+from areal_jax.tinker.tenants import SCHEME, Unknown
 from areal_jax.tinker.training import (
     Prepared,
     TrainedModel,
@@ -38,7 +40,6 @@ from areal_jax.tinker.training import (
 
 logger = logging.getLogger(__name__)
 
-SCHEME = "tinker://"
 FORWARD_BACKWARD = "forward_backward"
 LATEST, INFLIGHT = "latest", "inflight"
 """Sampler weights that change: those of the last optimizer step, and of the last save of kind
@@ -49,10 +50,6 @@ _KINDS = {"weights": "training", "sampler_weights": "sampler"}
 _UNNAMED = ".unnamed-"
 
 T = TypeVar("T")
-
-
-class Unknown(InvalidRequest):
-    """Something that a client names does not exist, or no longer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -105,6 +102,7 @@ class TrainingQueue:
         folder: Path,
         on_done: Callable[[OperationResult, QueuedModel], Any],
         follows: Callable[[str], bool],
+        tenant_of: Callable[[str], str],
     ) -> None:
         """Read all models from the journal.
 
@@ -115,14 +113,18 @@ class TrainingQueue:
             folder: run folder.
             on_done: awaited after an operation, with its result.
             follows: whether an engine follows a path.
+            tenant_of: returns the name of the tenant of a model.
         """
         self._backend, self._journal, self._futures = backend, journal, futures
         self._folder, self._on_done, self._follows = folder, on_done, follows
         self._limits = backend.config.limits
+        self._tenant_of = tenant_of
+        # Tenants in the order of their last turn: the last one has the highest number.
+        self._num_turns, self._last_turns = 0, Counter[str]()
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "training")
         self.checkpoints = {row.path: row for row in journal.checkpoints()}
-        # In the order of their last operation: the first one is the next to have a turn.
+        # In the order of their last operation: of a tenant, the first one is the next.
         self.models: dict[str, QueuedModel] = {}
         for row in journal.models():
             if row.is_open:
@@ -135,7 +137,9 @@ class TrainingQueue:
         entry.waiting = {each.seq: each for each in rows if each.status == "pending"}
         entry.replayed = [each for each in done if each.status != "error"]
         for each in entry.waiting.values():
-            self._futures.watch(each.id)
+            is_batch = each.kind == FORWARD_BACKWARD
+            num_tokens = parse_forward_backward(each.body).num_tokens if is_batch else 0
+            self._futures.watch(each.id, num_tokens)
         self.models[row.id] = entry
 
     # The event loop.
@@ -151,6 +155,8 @@ class TrainingQueue:
             # Others have a turn before the next operation of these.
             for entry, row in turn:
                 self.models[entry.row.id] = self.models.pop(entry.row.id)
+                self._num_turns += 1
+                self._last_turns[self._tenant_of(entry.row.id)] = self._num_turns
                 del entry.waiting[row.seq]
             found = await self.call(lambda turn=turn: self._execute(turn))
             for (entry, row), done in zip(turn, found, strict=True):
@@ -158,14 +164,20 @@ class TrainingQueue:
                 await self._finish(entry, row, done)
 
     def _next_turn(self) -> list[tuple[QueuedModel, RequestRow]]:
-        """Return the operation whose model has waited longest, and what is computed with it:
-        forward_backward of other models.
+        """Return the next operation, and what is computed with it: forward_backward of other
+        models.
+
+        Tenants have turns: next is the tenant whose last turn was first, and of its models the one
+        that has waited longest.
         """
-        ready = [
-            (entry, entry.waiting[entry.next_seq])
-            for entry in self.models.values()
-            if entry.next_seq in entry.waiting
-        ]
+        ranked, of_tenant = list[tuple[int, int, QueuedModel]](), Counter[str]()
+        for entry in self.models.values():
+            if entry.next_seq in entry.waiting:
+                tenant = self._tenant_of(entry.row.id)
+                ranked.append((of_tenant[tenant], self._last_turns[tenant], entry))
+                of_tenant[tenant] += 1
+        ranked.sort(key=lambda each: each[:2])
+        ready = [(entry, entry.waiting[entry.next_seq]) for *_, entry in ranked]
         if not ready or ready[0][1].kind != FORWARD_BACKWARD:
             return ready[:1]
         most = min(self._limits.max_batched_models, self._limits.max_resident_models)

@@ -9,13 +9,15 @@ from areal_jax.tinker.fairness import FairQueue
 
 
 def admitted(works: Sequence[tuple[str, int]], capacity: int, cancelled: int | None = None) -> str:
-    """Tenants in order of admission, while works end one by one, the oldest first."""
+    """Sessions in order of admission, while works end one by one, the oldest first. Sessions whose
+    letters differ in case only are of one tenant.
+    """
 
     async def main() -> str:
         queue, order, ends = FairQueue(lambda: capacity), list[str](), list[asyncio.Event]()
 
         async def work(tenant: str, size: int) -> None:
-            async with queue.turn(tenant, size):
+            async with queue.turn(tenant.lower(), tenant, size):
                 order.append(tenant)
                 ends.append(asyncio.Event())
                 await ends[-1].wait()
@@ -53,3 +55,9 @@ def test_cancelled_work_leaves_its_place() -> None:
     assert admitted([("a", 2), ("b", 2), ("c", 2)], 2, cancelled=1) == "ac"
     # Also while it runs.
     assert admitted([("a", 2), ("b", 2)], 2, cancelled=0) == "ab"
+
+
+def test_sessions_of_one_tenant_share_its_turns() -> None:
+    # Room for two: one of a's sessions and b, although a has three sessions that ask.
+    works = [("a", 1), ("A", 1), ("a", 1), ("A", 1), ("b", 1), ("b", 1)]
+    assert admitted(works, 2) == "aAbabA"
