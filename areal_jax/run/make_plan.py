@@ -235,16 +235,18 @@ def find_examples(
 
 
 def _with_caches_that_fit(experiment: Experiment, model: ModelConfig, rollout: Mesh) -> Experiment:
-    """Return the experiment with the KV caches that fit beside two versions of the weights."""
+    """Return the experiment with the KV caches that fit beside two versions of the weights; as it
+    is where all fit, or not even those of one sequence of each shard.
+    """
     engine, kind = experiment.engine, rollout.devices.flat[0].device_kind
     if engine.kv_tokens:
         return experiment
-    tensor = rollout.shape["tensor"]
+    tensor, page = rollout.shape["tensor"], engine.page_tokens
     room = CACHE_SHARE * device_of_kind(kind)[1].memory_bytes * tensor
     room -= 2 * BYTES_PER_WEIGHT * model.num_params
     per_shard = int(room / (BYTES_PER_WEIGHT * model.cached_per_token))
-    fits = max(1, per_shard // engine.page_tokens) * engine.page_tokens * rollout.size // tensor
-    if fits >= engine.num_slots * engine.max_tokens:
+    fits = per_shard // page * page * rollout.size // tensor
+    if per_shard < engine.max_tokens + 2 * page or fits >= engine.num_slots * engine.max_tokens:
         return experiment
     return chz.replace(experiment, engine=chz.replace(engine, kv_tokens=fits))
 

@@ -49,7 +49,8 @@ def predicted_bytes(
     """Estimate the bytes on each device of the train mesh, by purpose.
 
     Parameters, gradients and optimizer are exact. The sum was 0 to 10 % above what XLA compiles
-    for TPUs (`benchmarks/results/memory_forecast.jsonl`), and 2 to 6 % for five programs for H200.
+    for TPUs (`benchmarks/results/memory_forecast.jsonl`), and 8 to 17 % for three programs for
+    H200.
     `critic` counts its parameters and optimizer state, and the bytes by which its updates exceed
     the policy's.
     """
@@ -84,8 +85,7 @@ def predicted_bytes(
         layer = max(0, layer + of_layer - logits)
     if mesh.shape["data"] > 1:
         # Gradients of adapters are summed over devices after the last layer, beside those
-        # accumulated before. Others are summed in an update, and need less than this: at 7B on H200
-        # the forecast is 10 % above the compiled need.
+        # accumulated before. Others are summed in an update, and need less than this.
         gathered += params
     activations = saved + layer
     moments = bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state)
