@@ -83,7 +83,7 @@ def read_tenants(path: str, quota: TenantQuota) -> tuple[Tenant, ...]:
 def _tenant(path: str, name: str, table: Any, quota: TenantQuota) -> Tenant:
     where = f"tenants={path}: {name}"
     if not isinstance(table, Mapping):
-        raise ConfigError(f"{where}: expected a table with api_key, found {table!r}")
+        raise ConfigError(f"{where}: expected a table with api_key, found a {type(table).__name__}")
     given = dict(table)
     api_key = given.pop("api_key", None)
     if not isinstance(api_key, str) or not api_key.startswith(KEY_PREFIX):
