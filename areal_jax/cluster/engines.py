@@ -156,19 +156,11 @@ class Engines:
         """Connections of live engines."""
         return list(self._registry.values())
 
-    def least_loaded(self) -> int:
-        """Return the number of the engine with the fewest unfinished samples that is not leaving.
-
-        Raises:
-            ValueError: There is none.
-        """
-        staying = [number for number, engine in self._engines.items() if not engine.is_leaving]
-        return min(staying, key=self._router.load)
-
     @property
-    def num_staying(self) -> int:
-        """Number of live engines that are not leaving."""
-        return sum(not engine.is_leaving for engine in self._engines.values())
+    def staying(self) -> list[int]:
+        """Numbers of the live engines that are not leaving, from the least loaded one on."""
+        staying = [number for number, engine in self._engines.items() if not engine.is_leaving]
+        return sorted(staying, key=self._router.load)
 
     @property
     def num_deaths(self) -> int:

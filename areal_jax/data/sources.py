@@ -495,7 +495,10 @@ def read_messages(row: Row, names: Sequence[str], source: Files | Hub | Rows) ->
     try:
         fetched = _fetch_images(sources, source.images)
         folder = image_folder(source)
-        images = [fetched.get(str(each)) or read_image(each, folder) for each in sources]
+        images = [
+            fetched[each] if isinstance(each, str) and each in fetched else read_image(each, folder)
+            for each in sources
+        ]
     except (OSError, ValueError) as error:
         if isinstance(error, FetchError) and error.is_temporary:
             # Other rows would wait for the same server.

@@ -49,7 +49,7 @@ from areal_jax.run.models import (
 )
 from areal_jax.run.plan import Plan, TrainingPlan, decodes
 from areal_jax.run.prompt_limits import limit_prompts
-from areal_jax.sim.costs import BYTES_PER_WEIGHT
+from areal_jax.sim.costs import Efficiency, EngineCosts
 from areal_jax.sim.hardware import device_of_kind
 from areal_jax.trainer.forward import check_row_shards
 
@@ -242,9 +242,8 @@ def _with_caches_that_fit(experiment: Experiment, model: ModelConfig, rollout: M
     if engine.kv_tokens:
         return experiment
     tensor, page = rollout.shape["tensor"], engine.page_tokens
-    room = CACHE_SHARE * device_of_kind(kind)[1].memory_bytes * tensor
-    room -= 2 * BYTES_PER_WEIGHT * model.num_params
-    per_shard = int(room / (BYTES_PER_WEIGHT * model.cached_per_token))
+    costs = EngineCosts(model, device_of_kind(kind)[1], tensor, Efficiency(memory=CACHE_SHARE))
+    per_shard = costs.kv_tokens_beside(2)
     fits = per_shard // page * page * rollout.size // tensor
     if per_shard < engine.max_tokens + 2 * page or fits >= engine.num_slots * engine.max_tokens:
         return experiment

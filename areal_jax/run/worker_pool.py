@@ -138,7 +138,8 @@ class WorkerPool:
         if self._closing:
             return
         starting = [task for task in self._starting_engines if not task.cancelling()]
-        missing = self._wanted - self._num_given_up - len(starting) - self.engines.num_staying
+        staying = self.engines.staying
+        missing = self._wanted - self._num_given_up - len(starting) - len(staying)
         for _ in range(missing):
             task = asyncio.create_task(self._try_to_start_engine(), name="start of an engine")
             self._starting_engines.append(task)
@@ -146,8 +147,8 @@ class WorkerPool:
         if missing < 0 and starting:
             # Nothing of its work is lost.
             starting[-1].cancel()
-        elif missing < 0 and self.engines.num_staying > 1:
-            self._keep(self.engines.leave(self.engines.least_loaded()), "an engine leaves")
+        elif missing < 0 and len(staying) > 1:
+            self._keep(self.engines.leave(staying[0]), "an engine leaves")
 
     def _keep(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -107,8 +107,13 @@ class EngineCosts:
     @property
     def kv_tokens(self) -> int:
         """Capacity of the KV cache, in tokens; negative if the weights alone do not fit."""
+        return self.kv_tokens_beside(1)
+
+    def kv_tokens_beside(self, num_versions: int) -> int:
+        """Return the capacity of the KV cache beside several versions of the weights."""
         room = (
-            self.efficiency.memory * self.num_devices * self.device.memory_bytes - self.weight_bytes
+            self.efficiency.memory * self.num_devices * self.device.memory_bytes
+            - num_versions * self.weight_bytes
         )
         return int(room / (BYTES_PER_WEIGHT * self.model.cached_per_token))
 

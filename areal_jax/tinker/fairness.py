@@ -19,9 +19,8 @@ class FairQueue:
             capacity: most running work; work that is larger runs alone.
         """
         self._capacity = capacity
-        # Of tenants, (tenant,), and of their sessions, (tenant, session).
+        # Of all, (), of tenants, (tenant,), and of their sessions, (tenant, session).
         self._running = Counter[tuple[str, ...]]()
-        self._total = 0
         # Size, and a future that is resolved when the work may run; sessions in order of arrival.
         self._waiting: OrderedDict[tuple[str, str], deque[tuple[int, asyncio.Future[None]]]] = (
             OrderedDict()
@@ -48,8 +47,7 @@ class FairQueue:
             self._admit()
 
     def _add(self, whose: tuple[str, str], size: int) -> None:
-        self._total += size
-        for each in (whose[:1], whose):
+        for each in ((), whose[:1], whose):
             self._running[each] += size
             if not self._running[each]:
                 del self._running[each]
@@ -63,7 +61,8 @@ class FairQueue:
                 self._waiting, key=lambda each: (self._running[each[:1]], self._running[each])
             )
             size, may_run = self._waiting[whose][0]
-            if self._total and self._total + size > self._capacity():
+            total = self._running[()]
+            if total and total + size > self._capacity():
                 return
             self._waiting[whose].popleft()
             self._add(whose, size)

@@ -12,6 +12,7 @@ import asyncio
 import importlib.metadata
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -140,15 +141,16 @@ def inspect_ai(url: str, key: str) -> None:
 
     task = inspect_ai.Task([Sample(QUESTION, target="42"), Sample("What is 1 + 1?", target="2")])
     task.scorer = [includes()]
-    (log,) = inspect_ai.eval(
-        task,
-        model=f"openai-api/local/{MODEL}",
-        model_base_url=url,
-        model_args={"api_key": key},
-        max_tokens=48,
-        display="none",
-        log_dir="/tmp/inspect_logs",
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        (log,) = inspect_ai.eval(
+            task,
+            model=f"openai-api/local/{MODEL}",
+            model_base_url=url,
+            model_args={"api_key": key},
+            max_tokens=48,
+            display="none",
+            log_dir=folder,
+        )
     assert log.status == "success" and log.results is not None, log.error
     report("inspect-ai", "eval", [(each.name, each.metrics) for each in log.results.scores])
 

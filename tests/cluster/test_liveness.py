@@ -140,7 +140,7 @@ def test_nothing_is_sampled_again_when_an_engine_leaves(monkeypatch: pytest.Monk
             await asyncio.sleep(0.01)
         world.start_engine()
         await world.engines.leave(0)
-        assert world.engines.num_deaths == 0 and world.engines.num_staying == 1
+        assert world.engines.num_deaths == 0 and len(world.engines.staying) == 1
         await asyncio.gather(*submitted)
         await world.close()
         return world.outcome.broken

@@ -89,6 +89,21 @@ def experts(draw: Draw) -> dict[str, Any]:
     }
 
 
+def grouped_experts(draw: Draw, groups: int) -> dict[str, Any]:
+    """Draw the settings of experts in groups, as DeepSeek-V3 has them."""
+    return {
+        "n_routed_experts": 4 * groups,
+        "num_experts_per_tok": draw(1, 2),
+        "moe_intermediate_size": draw(4, 12),
+        "n_shared_experts": draw(1, 2),
+        "n_group": groups,
+        "topk_group": draw(1, groups),
+        "first_k_dense_replace": draw(0, 1),
+        "norm_topk_prob": draw(True, False),
+        "routed_scaling_factor": draw(1.0, 2.5),
+    }
+
+
 def windows(draw: Draw, layers: int) -> dict[str, Any]:
     if draw(True, False):
         return {}
@@ -198,15 +213,7 @@ def family_settings(name: str, draw: Draw, sizes: Mapping[str, Any]) -> dict[str
             "qk_nope_head_dim": draw(4, 6),
             "qk_rope_head_dim": draw(2, 4),
             "v_head_dim": draw(4, 6),
-            "n_routed_experts": 4 * groups,
-            "num_experts_per_tok": draw(1, 2),
-            "moe_intermediate_size": draw(4, 12),
-            "n_shared_experts": draw(1, 2),
-            "n_group": groups,
-            "topk_group": draw(1, groups),
-            "first_k_dense_replace": draw(0, 1),
-            "norm_topk_prob": draw(True, False),
-            "routed_scaling_factor": draw(1.0, 2.5),
+            **grouped_experts(draw, groups),
             "rope_interleave": draw(True, False),
             "rope_parameters": scaling(draw, "yarn"),
             "head_dim": None,
@@ -216,15 +223,7 @@ def family_settings(name: str, draw: Draw, sizes: Mapping[str, Any]) -> dict[str
         return {
             "rope_parameters": partial_rope(draw, (0.5, 1.0)),
             "use_qk_norm": draw(True, False),
-            "n_routed_experts": 4 * groups,
-            "num_experts_per_tok": draw(1, 2),
-            "moe_intermediate_size": draw(4, 12),
-            "n_shared_experts": draw(1, 2),
-            "n_group": groups,
-            "topk_group": draw(1, groups),
-            "first_k_dense_replace": draw(0, 1),
-            "norm_topk_prob": draw(True, False),
-            "routed_scaling_factor": draw(1.0, 2.5),
+            **grouped_experts(draw, groups),
         } | biased
     if name in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"):
         share = {"rope_parameters": partial_rope(draw, (0.5, 1.0))}
