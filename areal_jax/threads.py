@@ -1,13 +1,22 @@
-"""Blocking work beside an event loop."""
+"""Blocking work beside an event loop, and tasks that nothing awaits."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def log_failure(task: asyncio.Task[Any]) -> None:
+    """Log how a task failed: the callback of a task that nothing awaits before its owner closes."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s failed: %s", task.get_name(), error, exc_info=error)
 
 
 async def run_in_thread(function: Callable[[], T], name: str) -> T:

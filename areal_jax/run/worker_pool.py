@@ -20,6 +20,7 @@ from areal_jax.errors import ConfigError, WorkerDied
 from areal_jax.protocols import Grader
 from areal_jax.records import RewardResult, Task, task_to_json
 from areal_jax.run.worker_roles import releases
+from areal_jax.threads import log_failure
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,7 @@ class WorkerPool:
             task = asyncio.create_task(self._try_to_start_engine(), name="start of an engine")
             self._starting_engines.append(task)
             task.add_done_callback(self._starting_engines.remove)
+            task.add_done_callback(log_failure)
         if missing < 0 and starting:
             # Nothing of its work is lost.
             starting[-1].cancel()
@@ -154,6 +156,7 @@ class WorkerPool:
         task = asyncio.create_task(work, name=name)
         self._others.add(task)
         task.add_done_callback(self._others.discard)
+        task.add_done_callback(log_failure)
 
     async def _try_to_start_engine(self) -> None:
         if not await self._try_to_start(self._start_engine):

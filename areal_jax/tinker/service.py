@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import put
 from areal_jax.records import derive_seed
 from areal_jax.serve.validation import APIError
+from areal_jax.threads import log_failure
 from areal_jax.tinker import bodies, checkpoints
 from areal_jax.tinker.catalog import Catalog, ServedPolicy
 from areal_jax.tinker.config import TinkerConfig
@@ -106,9 +107,12 @@ class Service:
                     self.futures.watch(row.id, self._num_tokens(body))
                     self._samples.start(row, path)
         loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(work) for work in (self._queue.run(), self._expire())]
+        tasks = [
+            loop.create_task(self._queue.run(), name="training queue"),
+            loop.create_task(self._expire(), name="expiry of checkpoints and sessions"),
+        ]
         for task in tasks:
-            task.add_done_callback(_log_failure)
+            task.add_done_callback(log_failure)
         try:
             yield
         finally:
@@ -433,9 +437,3 @@ class Service:
         return await self._queue.call(
             lambda: programs.prompt_logprobs(params, base, prompt, num_top)
         )
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    with suppress(asyncio.CancelledError):
-        if (error := task.exception()) is not None:
-            logger.error("a task of the server ended", exc_info=error)

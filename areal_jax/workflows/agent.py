@@ -35,6 +35,7 @@ from areal_jax.records import Completion, RewardResult, Sample, Task, task_to_js
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.functions import graded
 from areal_jax.rewards.processes import ending
+from areal_jax.threads import log_failure
 from areal_jax.workflows import guard
 from areal_jax.workflows.config import Agent, Verifiers
 from areal_jax.workflows.conversation import Call, Export, make_samples
@@ -595,6 +596,7 @@ class AgentWorker:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        task.add_done_callback(log_failure)
 
     def _send(self, *message: Any) -> None:
         if (
