@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 from areal_jax.records import ENVIRONMENT, Task
+from areal_jax.threads import log_failure
 
 MAX_EPISODES = 256
 """Number of episodes for which an environment serves; it keeps an HTTP client for each of them."""
@@ -104,10 +105,10 @@ class Player:
 
     @asynccontextmanager
     async def _environment(self) -> AsyncIterator[Any]:
-        """An environment that serves until the episode's end."""
-        if self._serving is None or self._serving.num_episodes == MAX_EPISODES:
-            self._serving = _Serving(self._make())
+        """An environment that serves until the episode's end; a new one after one that failed."""
         serving = self._serving
+        if serving is None or serving.num_episodes == MAX_EPISODES or serving.task.done():
+            serving = self._serving = _Serving(self._make())
         serving.num_episodes += 1
         try:
             yield await serving.started()
@@ -126,7 +127,8 @@ class _Serving:
         """Set by the last of the episodes."""
         self._environment = environment
         self._is_ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._serve())
+        self.task = asyncio.create_task(self._serve(), name="environment of verifiers")
+        self.task.add_done_callback(log_failure)
 
     async def started(self) -> Any:
         """Wait until it serves.
@@ -141,6 +143,7 @@ class _Serving:
             async with self._environment.serving():
                 self._is_ready.set_result(self._environment)
                 await self.ended.wait()
-        except Exception as error:  # the user's environment; each of its episodes raises it
-            if not self._is_ready.done():
-                self._is_ready.set_exception(error)
+        except Exception as error:  # the user's environment; those that wait for it raise it
+            if self._is_ready.done():
+                raise
+            self._is_ready.set_exception(error)

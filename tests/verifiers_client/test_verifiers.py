@@ -142,3 +142,38 @@ def test_failed_episode_is_named_with_its_error() -> None:
         play(Scripted("fail"), 0)
     error = first_error(failed.value)
     assert isinstance(error, AgentFailed) and "cannot be scored" in str(error)
+
+
+BUSY_ONCE = """
+import contextlib
+import verifiers.v1.env as env
+
+serving = env.Env.serving
+failures = [OSError("the port is busy")]
+
+
+@contextlib.asynccontextmanager
+async def busy_once(self):
+    if failures:
+        raise failures.pop()
+    async with serving(self):
+        yield
+
+
+env.Env.serving = busy_once
+"""
+
+
+def test_environment_that_could_not_serve_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text(TASKSET + BUSY_ONCE)
+
+    async def main() -> tuple[Sample, ...]:
+        async with player() as workflow:
+            task = Task("0", (), "0", "environment")
+            with pytest.raises(ExceptionGroup) as failed:
+                await workflow(task, Scripted("1"), grader)
+            assert "the port is busy" in str(first_error(failed.value))
+            return await workflow(task, Scripted("1"), grader)
+
+    for sample in asyncio.run(asyncio.wait_for(main(), 240)):
+        assert sample.components == {"right": 0.75, "short": 0.25}
