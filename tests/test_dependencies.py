@@ -19,7 +19,17 @@ EXTRAS = PROJECT["optional-dependencies"]
         *(
             each
             for name in (
-                *("ray", "wandb", "trackio", "mlflow", "reasoning-gym", "textarena", "skyrl-gym"),
+                *(
+                    "ray",
+                    "gcs",
+                    "s3",
+                    "wandb",
+                    "trackio",
+                    "mlflow",
+                    "reasoning-gym",
+                    "textarena",
+                    "skyrl-gym",
+                ),
                 *("openenv", "verifiers", "tinker", "docs"),
             )
             for each in EXTRAS[name]
