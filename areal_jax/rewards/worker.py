@@ -239,7 +239,7 @@ def _code_grader(sandbox: dict[str, Any]) -> Grader:
             # no new process.
             programs.append(CodeGrader(config, bwrap, PATIENCE * config.total_timeout_s))
         grade = programs[0].grade_answer(parse_tests(task["answer"]), text)
-        return GradeFields(grade.kind, grade.detail)
+        return GradeFields(grade.kind, grade.detail, components=dict(grade.components))
 
     return grader
 

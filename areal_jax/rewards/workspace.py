@@ -10,30 +10,37 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, TypeVar
 
+from areal_jax.data.repository_files import BadRepository
 from areal_jax.records import ToolOutcome, ToolResult
 from areal_jax.rewards.config import SandboxConfig, ToolsConfig
-from areal_jax.rewards.sandbox import Ended, Sandbox, SandboxUnavailable, find_sandbox_command
+from areal_jax.rewards.sandbox import (
+    NEEDS_BUBBLEWRAP,
+    Ended,
+    Sandbox,
+    SandboxUnavailable,
+    find_sandbox_command,
+    package_folders,
+)
 
 T = TypeVar("T")
 
 FOLDER = "/tmp/work"
 
-MAX_SNAPSHOT_BYTES = 8 << 20
-"""Largest archive of the files of a workspace, compressed. Larger ones are not kept."""
-
 # Of bash. The state of the shell is in files of the sandbox, which commands may change: only later
 # commands read them. Without bytecode, which would be stale of a file edited twice in a second.
 _SHELL = r"""
-export HOME=/tmp PATH={path}:$PATH PYTHONDONTWRITEBYTECODE=1
+export HOME=/tmp PATH={path}:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONPATH={packages}
 cd "$(cat /tmp/.directory 2>/dev/null || echo {folder})" 2>/dev/null || cd {folder}
 [ -f /tmp/.exports ] && . /tmp/.exports 2>/dev/null
 trap 'pwd > /tmp/.directory; export -p > /tmp/.exports' EXIT
@@ -81,6 +88,8 @@ found = io.BytesIO()
 with tarfile.open(fileobj=found, mode="w:gz", compresslevel=1) as archive:
     kept = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE
     archive.add({folder!r}, ".", filter=lambda each: each if each.type in kept else None)
+if found.tell() * 4 // 3 + 4 > {most}:
+    sys.exit("the files are too large to keep")
 sys.stdout.write(base64.b64encode(found.getvalue()).decode())
 """
 
@@ -89,14 +98,6 @@ import base64, io, os, sys, tarfile
 os.makedirs({folder!r}, exist_ok=True)
 with tarfile.open(fileobj=io.BytesIO(base64.b64decode(sys.stdin.read()))) as archive:
     archive.extractall({folder!r}, filter="tar")
-"""
-
-_WRITE = """
-import json, os, sys
-for name, text in json.load(sys.stdin).items():
-    path = os.path.join({folder!r}, name)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    open(path, "w").write(text)
 """
 
 _READ = """
@@ -124,6 +125,8 @@ class Workspace:
         """
         self._bwrap, self._config, self._user_id = bwrap, config, user_id
         self._timeout_s, self._snapshot, self._is_closed = timeout_s, start, False
+        self.num_lost = 0
+        """Sandboxes that were replaced."""
         self._sandbox = self._open()
 
     def use(self, tool: str, argument: str) -> tuple[ToolOutcome, str]:
@@ -135,7 +138,8 @@ class Workspace:
         """
         program = _EDIT.format(folder=FOLDER)
         if tool != "edit":
-            script = _SHELL.format(path=f"{sys.base_prefix}/bin", folder=FOLDER)
+            packages = os.pathsep.join(package_folders())
+            script = _SHELL.format(path=f"{sys.base_prefix}/bin", packages=packages, folder=FOLDER)
             if tool == "python":
                 script = script.replace(". /tmp/.command", "python3 /tmp/.command")
             program = _RUN.format(command=["/bin/bash", "-c", script])
@@ -159,15 +163,6 @@ class Workspace:
             case Ended(what):
                 return "crashed", f"{output}\nError: too much {what}; all processes were killed"
 
-    def write(self, files: Mapping[str, str]) -> None:
-        """Write files, by their paths in the folder.
-
-        Raises:
-            SandboxUnavailable: They could not be written.
-        """
-        self._require(_WRITE.format(folder=FOLDER), json.dumps(files))
-        self.snapshot()
-
     def read(self, path: str) -> str:
         """Return the text of a file in the folder; empty if there is none."""
         program = _READ.format(folder=FOLDER, most=self._config.max_file_bytes)
@@ -178,10 +173,24 @@ class Workspace:
         """Return an archive of the files, for `start` of another workspace; the one before, if they
         are too large or cannot be read.
         """
-        ended, output, _ = self._run(_SAVE.format(folder=FOLDER), "")
-        if ended == Ended("exit", 0) and len(output) <= MAX_SNAPSHOT_BYTES * 4 // 3:
-            self._snapshot = base64.b64decode(output)
+        self.archive()
         return self._snapshot
+
+    def archive(self) -> bytes | None:
+        """Return an archive of the files; None if it is larger than `max_file_bytes` as base64, or
+        they cannot be read.
+        """
+        program = _SAVE.format(folder=FOLDER, most=self._config.max_file_bytes)
+        ended, output, _ = self._run(program, "")
+        if ended != Ended("exit", 0):
+            return None
+        self._snapshot = base64.b64decode(output)
+        return self._snapshot
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """Bytes of the last snapshot."""
+        return len(self._snapshot)
 
     def kill(self) -> None:
         """Kill everything inside, from any thread; calls end, and later ones fail."""
@@ -226,6 +235,7 @@ class Workspace:
                 sandbox.close()
                 if self._is_closed:
                     raise SandboxUnavailable("the workspace is closed")
+                self.num_lost += 1
                 self._sandbox = self._open()
                 return ended, output, ""
             return ended, running.output(), running.last_error()
@@ -236,37 +246,54 @@ class Conversation:
     made.
     """
 
-    def __init__(self, make: Callable[[], Workspace], files: Mapping[str, str], max_chars: int):
+    def __init__(self, make: Callable[[], Workspace], counts: Counts, max_chars: int):
         """
         Args:
             make: Opens the workspace, at the first call.
-            files: Its first files, by path.
+            counts: Is counted up.
             max_chars: What a call puts out is cut after so many characters.
         """
-        self._make, self._files, self._max_chars = make, files, max_chars
+        self._make, self._counts, self._max_chars = make, counts, max_chars
         self._workspace: Workspace | None = None
         # One thread, in which calls wait for one another. It ends with the conversation.
         self._thread = ThreadPoolExecutor(1, "workspace")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a call has opened the workspace."""
+        return self._workspace is not None
+
     async def __call__(self, tool: str, argument: str) -> ToolResult:
         """Execute a tool call."""
         kind, text = await self._in_thread(lambda: self._use(tool, argument))
+        self._counts.tools[f"{tool}/{kind}"] += 1
         cut = text if len(text) <= self._max_chars else text[: self._max_chars] + " ..."
         return ToolResult(kind, cut)
 
     async def read(self, path: str) -> str:
-        """Return the text of a file; empty if there is none.
+        """Return the text of a file of the open workspace; empty if there is none.
 
         Raises:
             SandboxUnavailable: The workspace cannot be opened again.
         """
-        if self._workspace is None:
-            return self._files.get(path, "")
+        assert self._workspace is not None
         return await self._in_thread(self._workspace.read, path)
+
+    async def archive(self) -> bytes | None:
+        """Return an archive of the files of the open workspace; None if they are too large.
+
+        Raises:
+            SandboxUnavailable: The workspace cannot be opened again.
+        """
+        assert self._workspace is not None
+        return await self._in_thread(self._workspace.archive)
 
     def close(self) -> None:
         """Kill everything in the workspace; a call in progress ends with it."""
         if self._workspace is not None:
+            self._counts.workspaces += 1
+            self._counts.lost += self._workspace.num_lost
+            self._counts.kept_bytes += self._workspace.num_kept_bytes
             self._workspace.kill()
             self._thread.submit(self._workspace.close)
         self._thread.shutdown(wait=False)
@@ -275,13 +302,26 @@ class Conversation:
         if self._workspace is None:
             try:
                 self._workspace = self._make()
-                self._workspace.write(self._files)
-            except (SandboxUnavailable, OSError) as failure:
+            except (SandboxUnavailable, BadRepository, OSError) as failure:
                 return "infrastructure", f"workspace: {failure}"
         return self._workspace.use(tool, argument)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+
+@dataclass
+class Counts:
+    """Counts since the start, kept by the thread of the event loop."""
+
+    tools: Counter[str] = field(default_factory=Counter)
+    """Calls by tool and outcome, TOOL/OUTCOME."""
+    workspaces: int = 0
+    """Workspaces of ended conversations."""
+    lost: int = 0
+    """Sandboxes that were replaced."""
+    kept_bytes: int = 0
+    """Bytes of the last snapshots of ended conversations."""
 
 
 class Workspaces:
@@ -291,21 +331,60 @@ class Workspaces:
         self._sandbox, self._tools = sandbox, tools
         self._bwrap: str | None = None
         self._numbers = count()
+        self._counts = Counts()
 
     @asynccontextmanager
-    async def open(self, files: Mapping[str, str]) -> AsyncIterator[Conversation]:
-        """Yield the workspace of a conversation; everything in it is killed at the end."""
-        conversation = Conversation(self._make, files, self._tools.max_output_chars)
+    async def open(self, start: Callable[[], bytes]) -> AsyncIterator[Conversation]:
+        """Yield the workspace of a conversation; everything in it is killed at the end.
+
+        Args:
+            start: Makes the archive of its first files, at the first call; empty: none.
+        """
+        conversation = Conversation(
+            lambda: self._make(start()), self._counts, self._tools.max_output_chars
+        )
         try:
             yield conversation
         finally:
             conversation.close()
 
-    def _make(self) -> Workspace:
+    def apart(self) -> Workspaces:
+        """Return the same with counts of their own."""
+        other = copy(self)
+        other._counts = Counts()
+        return other
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Number of calls by tool."""
+        calls = Counter[str]()
+        for name, number in self._counts.tools.items():
+            calls[name.partition("/")[0]] += number
+        return calls
+
+    def evaluating(self, *, holds: bool) -> AbstractContextManager[Workspaces]:
+        """Enter an evaluation, whose conversations are like all others."""
+        return nullcontext(self)
+
+    def counters(self) -> dict[str, float]:
+        """Return counts and means since the start."""
+        counts, num = self._counts, self._counts.workspaces
+        ends = Counter(name.rpartition("/")[2] for name in counts.tools.elements())
+        return {
+            **{f"tool/{name}": float(number) for name, number in sorted(counts.tools.items())},
+            "workspace_conversations": float(num),
+            "workspace_calls": counts.tools.total() / max(1, num),
+            "workspace_kept_bytes": counts.kept_bytes / max(1, num),
+            "workspace_timeouts": float(ends["timeout"]),
+            "workspace_kills": float(ends["timeout"] + ends["crashed"]),
+            "workspace_lost": float(counts.lost),
+        }
+
+    def _make(self, start: bytes) -> Workspace:
         if self._bwrap is None:
             self._bwrap = find_sandbox_command(self._sandbox)
             if self._bwrap is None:
-                raise SandboxUnavailable("expected rewards.sandbox.isolation=bubblewrap")
+                raise SandboxUnavailable(NEEDS_BUBBLEWRAP)
         # One user for each of 64 concurrent workspaces, whose processes are counted by user.
         user = 20_000 + (os.getpid() * 64 + next(self._numbers) % 64) % 40_000
-        return Workspace(self._bwrap, self._sandbox, user, self._tools.timeout_s)
+        return Workspace(self._bwrap, self._sandbox, user, self._tools.timeout_s, start)

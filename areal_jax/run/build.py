@@ -33,6 +33,7 @@ from areal_jax.protocols import (
     Workflow,
 )
 from areal_jax.records import RolloutState, Sampling
+from areal_jax.rewards.workspace import Workspaces
 from areal_jax.run.callbacks import RunControl
 from areal_jax.run.checkpointing import Checkpointer, Checkpointing, CheckpointWriter
 from areal_jax.run.compiled_programs import refusing_what_does_not_fit
@@ -132,6 +133,8 @@ class Run(Generic[AnyTrainer]):
         meters.update(counters or {}, "rollout/")
         if self.decodes and isinstance(self.grader, TracedGrader):
             meters.update(self.grader.counters(), "rewards/")
+        if isinstance(self.host, Workspaces):
+            meters.update(self.host.counters(), "rewards/")
         self.recording.record_step(version, meters)
         self.control.checkpoints(self.folder)
         if self.recording.health.active and self.experiment.health.stop:

@@ -12,13 +12,15 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.errors import ConfigError
 from areal_jax.protocols import Tokenizer, Tools, Workflow
 from areal_jax.records import Sampling
+from areal_jax.rewards.tools import has_workspace
+from areal_jax.rewards.workspace import Workspaces
 from areal_jax.workflows.agent import AgentHost, Runner
-from areal_jax.workflows.config import Agent, Environment
+from areal_jax.workflows.config import Agent, Environment, ToolUse
 from areal_jax.workflows.environment import EnvironmentHost, Opponent
 from areal_jax.workflows.from_config import make_workflow
 
-WorkflowHost: TypeAlias = AgentHost | EnvironmentHost
-"""Runs the agents or environments of a run."""
+WorkflowHost: TypeAlias = AgentHost | EnvironmentHost | Workspaces
+"""Runs the agents or environments of a run, or opens the workspaces of its tools."""
 
 
 def workflow_of(
@@ -26,7 +28,7 @@ def workflow_of(
     tokenizer: Tokenizer,
     num_samples: int,
     tools: Tools,
-    host: Runner | EnvironmentHost | None,
+    host: Runner | EnvironmentHost | Workspaces | None,
 ) -> Workflow:
     """The experiment's workflow, with `num_samples` samples of each task."""
     return make_workflow(
@@ -64,7 +66,7 @@ async def start_host(
     opponents: Mapping[str, Opponent] | None,
 ) -> WorkflowHost | None:
     """Start the processes of environments, or those of agents and the server that they call, until
-    the stack ends; None where the workflow has neither.
+    the stack ends; None where the workflow has neither, and no workspaces.
 
     Args:
         stack: ends them.
@@ -81,6 +83,8 @@ async def start_host(
         stack.push_async_callback(environments.close)
         await environments.start()
         return environments
+    if isinstance(config, ToolUse) and has_workspace(config.tools.names):
+        return Workspaces(experiment.rewards.sandbox, config.tools)
     if not isinstance(config, Agent):
         return None
     # Imported where it is used: HTTP servers are for runs with agents.

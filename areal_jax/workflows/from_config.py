@@ -22,7 +22,7 @@ def make_workflow(
     *,
     max_prompt_tokens: int,
     tools: Tools,
-    host: Runner | EnvironmentHost | None = None,
+    host: Runner | EnvironmentHost | Workspaces | None = None,
 ) -> Workflow:
     """Create the workflow of an experiment, for training or evaluation.
 
@@ -35,7 +35,8 @@ def make_workflow(
         rewards: rewards of correct and wrong answers.
         max_prompt_tokens: the engine's limit.
         tools: runs tools.
-        host: runs agents or environments; needed for `Agent` and `Environment`.
+        host: runs agents or environments, or opens workspaces; needed for `Agent` and
+            `Environment`.
 
     Raises:
         ValueError: the workflow is unknown, or its host is missing.
@@ -55,7 +56,9 @@ def make_workflow(
             )
         case config.ToolUse(max_turns=max_turns):
             names = chosen.tools.names
-            workspaces = Workspaces(rewards.sandbox, chosen.tools) if has_workspace(names) else None
+            workspaces = host if isinstance(host, Workspaces) else None
+            if workspaces is None and has_workspace(names):
+                workspaces = Workspaces(rewards.sandbox, chosen.tools)
             reply = ToolReply(
                 tools,
                 names,

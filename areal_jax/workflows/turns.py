@@ -6,12 +6,15 @@ Workflows of several turns differ in their `Reply`.
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from areal_jax.data.code_tasks import Repository, parse_tests
+from areal_jax.data.code_tasks import Repository, RepositoryTests, parse_tests
+from areal_jax.data.repository_files import RepositoryFile, pack_files, read_repository
 from areal_jax.data.tool_calls import InvalidToolCall, ToolCall
 from areal_jax.errors import NotGraded
 from areal_jax.protocols import Generate, Grader, Tokenizer, Tools
@@ -169,22 +172,31 @@ class ToolReply:
     workspace: Conversation | None = None
     """That of this conversation."""
     grades_files: bool = False
-    """Whether the answer is a file of the workspace, which the task names."""
+    """Whether the answer is the files of the workspace, or one that the task names."""
 
     @asynccontextmanager
     async def conversation(self, task: Task) -> AsyncIterator[Reply]:
         if self.workspaces is None:
             yield self
             return
-        files = _repository(task).files if self.grades_files else {}
-        async with self.workspaces.open(files) as workspace:
+        start = partial(_pack, _repository(task)) if self.grades_files else bytes
+        async with self.workspaces.open(start) as workspace:
             yield replace(self, workspace=workspace)
 
     async def grade(self, task: Task, text: str, grader: Grader) -> RewardResult:
         if self.grades_files and self.workspace is not None:
-            # The tests never enter the workspace: its file is graded as any program.
-            program = await self.workspace.read(_repository(task).target)
-            text = f"```python\n{program}\n```"
+            # The tests never enter the workspace: its files are graded in another sandbox.
+            tests, is_open = _repository(task), self.workspace.is_open
+            if isinstance(tests, Repository):
+                program = tests.files[tests.target]
+                if is_open:
+                    program = await self.workspace.read(tests.target)
+                text = f"```python\n{program}\n```"
+            else:
+                files = await self.workspace.archive() if is_open else b""
+                if files is None:
+                    return RewardResult("crashed", "the files are too large to be kept")
+                text = base64.b64encode(files).decode()
         return await grade_answer(task, grader, text)
 
     @property
@@ -211,11 +223,20 @@ class ToolReply:
         return result.text
 
 
-def _repository(task: Task) -> Repository:
+def _repository(task: Task) -> Repository | RepositoryTests:
     tests = parse_tests(task.answer)
-    if not isinstance(tests, Repository):
+    if not isinstance(tests, Repository | RepositoryTests):
         raise ValueError(
             f"task {task.id}: expected a repository as the answer of workflow=CodingAgent, found "
-            f"{type(tests).__name__.lower()}; set tasks=Repositories"
+            f"{type(tests).__name__.lower()}; set tasks=Repositories, or tasks to rows with the "
+            "fields of SWE-bench"
         )
     return tests
+
+
+def _pack(tests: Repository | RepositoryTests) -> bytes:
+    """Return the archive of a repository's files."""
+    if isinstance(tests, RepositoryTests):
+        return pack_files(read_repository(tests.repository))
+    files = {path: RepositoryFile(text.encode()) for path, text in tests.files.items()}
+    return pack_files(files)

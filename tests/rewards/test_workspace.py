@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from areal_jax.data.repository_files import RepositoryFile, pack_files
 from areal_jax.rewards.config import SandboxConfig, ToolsConfig
 from areal_jax.rewards.sandbox import find_sandbox_command
 from areal_jax.rewards.workspace import Workspace, Workspaces
@@ -135,8 +136,9 @@ def test_calls_of_a_conversation_are_in_order_and_end_with_it():
     workspaces = Workspaces(CONFIG, ToolsConfig(names=("shell",), max_output_chars=8))
 
     async def main() -> float:
-        async with workspaces.open({"f": "1"}) as conversation:
-            assert await conversation.read("f") == "1"
+        start = pack_files({"f": RepositoryFile(b"1")})
+        async with workspaces.open(lambda: start) as conversation:
+            assert not conversation.is_open
             calls = [conversation("shell", f"echo {n} >> f; tr -d '\\n' < f") for n in range(3)]
             results = await asyncio.gather(*calls)
             assert [(each.kind, each.text) for each in results] == [
@@ -145,6 +147,7 @@ def test_calls_of_a_conversation_are_in_order_and_end_with_it():
                 ("done", "1012"),
             ]
             assert (await conversation("shell", "echo 123456789")).text == "12345678 ..."
+            assert await conversation.read("f") == "10\n1\n2\n"
             slow = asyncio.create_task(conversation("shell", "sleep 30"))
             await asyncio.sleep(0.3)
             began_s = time.monotonic()
@@ -152,3 +155,34 @@ def test_calls_of_a_conversation_are_in_order_and_end_with_it():
         return time.monotonic() - began_s
 
     assert asyncio.run(asyncio.wait_for(main(), 60)) < 1.9
+    found = workspaces.counters()
+    assert found.pop("workspace_kept_bytes") > 100
+    assert found == {
+        "tool/shell/done": 4.0,
+        "tool/shell/infrastructure": 1.0,
+        "workspace_conversations": 1.0,
+        "workspace_calls": 5.0,
+        "workspace_timeouts": 0.0,
+        "workspace_kills": 0.0,
+        "workspace_lost": 0.0,
+    }
+    assert workspaces.calls == {"shell": 5} and workspaces.apart().calls == {}
+
+
+def test_calls_that_kill_and_files_that_are_not_kept_are_counted():
+    tools = ToolsConfig(names=("shell",), timeout_s=1.0)
+    workspaces = Workspaces(CONFIG, tools)
+
+    async def main() -> None:
+        async with workspaces.open(bytes) as conversation:
+            assert (await conversation("shell", "echo kept > f; sleep 30")).kind == "timeout"
+            assert (await conversation("shell", "yes")).kind == "crashed"
+            assert await conversation.archive() is not None
+            many = "for i in 1 2 3; do head -c 900000 /dev/urandom > f$i; done"
+            assert (await conversation("shell", many)).kind == "done"
+            assert await conversation.archive() is None and await conversation.read("f") == "kept\n"
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    found = workspaces.counters()
+    assert [found[f"workspace_{name}"] for name in ("timeouts", "kills", "lost")] == [1, 2, 0]
+    assert 100 < found["workspace_kept_bytes"] < 1000

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Literal
 
 import chz
 import numpy as np
 import pytest
+from swe_rows import make_row
 from test_turns import TOKENIZER, completion, text_of
 
 from areal_jax.data.code_tasks import Repository, format_tests
-from areal_jax.data.config import PromptConfig, Repositories
+from areal_jax.data.config import Files, PromptConfig, Repositories
 from areal_jax.data.repositories import make_repository
 from areal_jax.data.sources import load_tasks
 from areal_jax.records import Completion, Message, Task
@@ -52,7 +54,7 @@ class Scripted:
         return [completion(self.texts.pop(0)) for _ in range(num_samples)]
 
 
-def run(policy: Scripted, max_turns: int = 6) -> list[str]:
+def run(policy: Scripted, max_turns: int = 6, task: Task = TASK) -> list[str]:
     """Kinds of the grades of one sample."""
     config = chz.replace(CodingAgent(), max_turns=max_turns)
 
@@ -62,7 +64,7 @@ def run(policy: Scripted, max_turns: int = 6) -> list[str]:
             workflow = make_workflow(
                 config, TOKENIZER, 1, rewards, max_prompt_tokens=10_000, tools=grader.use
             )
-            return [each.grade for each in await workflow(TASK, policy, grader)]
+            return [each.grade for each in await workflow(task, policy, grader)]
 
     return asyncio.run(asyncio.wait_for(main(), 120))
 
@@ -76,6 +78,21 @@ def test_a_repaired_file_is_correct():
     )
     assert run(policy) == ["correct"]
     assert "FAILED (failures=1)" in policy.prompts[1] and policy.prompts[3].count("OK") == 1
+
+
+@pytest.mark.slow
+def test_the_files_of_a_swe_bench_row_are_graded_by_its_tests(tmp_path: Path):
+    """The tests are not in the workspace, and python3 there finds pytest."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(make_row()))
+    (task,) = load_tasks(Files(path=str(tmp_path / "rows.jsonl")), PromptConfig()).tasks
+    fix = call("edit", "calc/ops.py\n<<<<<<< SEARCH\na - b\n=======\na + b\n>>>>>>> REPLACE\n")
+    look = call("shell", "grep -rc test_add .; python3 -m pytest -q 2>&1 | tail -1")
+    policy = Scripted(look, fix, "Done.")
+    assert run(policy, task=task) == ["correct"]
+    assert ":0\n" in policy.prompts[1] and ":1\n" not in policy.prompts[1]
+    assert "3 passed" in policy.prompts[1]
+    assert run(Scripted(look, "Done."), task=task) == ["wrong"]
+    assert run(Scripted("Done."), task=task) == ["wrong"]
 
 
 @pytest.mark.slow
