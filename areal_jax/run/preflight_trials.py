@@ -22,6 +22,7 @@ from areal_jax.errors import ConfigError, first_error
 from areal_jax.protocols import Tools
 from areal_jax.records import ENVIRONMENT, Task, ToolResult
 from areal_jax.rewards.service import RewardService
+from areal_jax.rewards.workspace import Workspaces
 from areal_jax.run.generation import WorkflowHost, start_host, workflow_of
 from areal_jax.run.grading import probe_rewards, start_rewards
 from areal_jax.run.preflight_findings import Finding, Trial
@@ -124,7 +125,7 @@ class Trials:
         form = FORMS[0]
         solved = [(task, reference) for task, reference in of_kind if reference is not None]
         if solved:
-            candidates = list(write_candidates(*solved[0]))
+            candidates = list(write_candidates(self._experiment, *solved[0]))
             tried = await asyncio.gather(
                 *(attempt(solved[0][0], script) for _, script in candidates)
             )
@@ -149,6 +150,8 @@ class Trials:
         tools = CountedTools(service.use)
         policy = ScriptedPolicy(script, self._tokenizer, self.budget)
         samples, failure = (), ""
+        if isinstance(host, Workspaces):
+            host = host.apart()
         try:
             workflow = workflow_of(self._experiment, self._tokenizer, 1, tools, host)
             async with asyncio.timeout(TRIAL_TIMEOUT_S):
@@ -156,6 +159,8 @@ class Trials:
         except Exception as error:  # the user's reward function, agent or template
             cause = first_error(error)
             failure = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        if isinstance(host, Workspaces):
+            tools.calls += host.calls
         return Trial(
             script=script,
             task=task,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -13,15 +14,21 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_jax.config.experiment import Experiment
-from areal_jax.data.code_tasks import parse_tests
+from areal_jax.data.code_tasks import RepositoryTests, parse_tests
 from areal_jax.data.references import ReferenceAnswer
+from areal_jax.data.repository_files import (
+    RepositoryFiles,
+    apply_diff,
+    parse_diff,
+    read_repository,
+)
 from areal_jax.data.tool_calls import ToolCall
 from areal_jax.protocols import Tokenizer
 from areal_jax.records import Completion, OnProgress, Task, with_stop_token
 from areal_jax.rewards.exploits import Exploit, find_exploits, write_program
 from areal_jax.rewards.tools import TOOLS
 from areal_jax.workflows.config import CallFormat, Hermes, MultiTurn, Tags, ToolUse
-from areal_jax.workflows.tool_use import parse_calls
+from areal_jax.workflows.tool_use import MAX_CALLS, parse_calls
 
 FILLER = "Let me think about this step by step.\n"
 
@@ -111,8 +118,56 @@ def write_answer(form: str, task: Task, answer: str) -> str:
     return form.replace("{boxed}", boxed).replace("{plain}", answer)
 
 
-def write_candidates(task: Task, reference: ReferenceAnswer) -> Iterator[tuple[str, Script]]:
+def _write_right(
+    experiment: Experiment, task: Task, reference: ReferenceAnswer, form: str
+) -> tuple[str, ...]:
+    """Write the turns of the reference answer; for a repository, calls that apply its patch."""
+    workflow, tests = experiment.workflow, _repository_tests(task)
+    if tests is None or not isinstance(workflow, ToolUse):
+        return (write_answer(form, task, reference.right),)
+    calls = [
+        write_call(workflow.call_format, tool, argument)
+        for tool, argument in _repair(read_repository(tests.repository), reference.right)
+    ]
+    turns = ("\n".join(calls[n : n + MAX_CALLS]) for n in range(0, len(calls), MAX_CALLS))
+    return (*turns, "Done.")
+
+
+def _repository_tests(task: Task) -> RepositoryTests | None:
+    tests = parse_tests(task.answer) if task.kind == "code" else None
+    return tests if isinstance(tests, RepositoryTests) else None
+
+
+def _repair(files: RepositoryFiles, patch: str) -> Iterator[tuple[str, str]]:
+    """Yield tools and arguments of the calls that apply a patch."""
+    hunks = {each.new: each.hunks for each in parse_diff(patch)}
+    for path, file in apply_diff(files, patch).items():
+        if file is None:
+            yield "shell", f"rm {shlex.quote(path)}"
+            continue
+        text = files[path].data if path in files else b""
+        blocks = [(b"".join(old), b"".join(new)) for _, old, new in hunks[path]]
+        for old, new in blocks:
+            text = text.replace(old, new) if old and text.count(old) == 1 else b""
+        change = file.data
+        if (
+            blocks
+            and text == file.data
+            and all(b"".join(block).endswith(b"\n") for block in blocks)
+        ):
+            change = b"".join(
+                b"<<<<<<< SEARCH\n%b=======\n%b>>>>>>> REPLACE\n" % block for block in blocks
+            )
+        yield "edit", f"{path}\n{change.decode(errors='surrogateescape')}"
+
+
+def write_candidates(
+    experiment: Experiment, task: Task, reference: ReferenceAnswer
+) -> Iterator[tuple[str, Script]]:
     """Write the reference answer in each of FORMS."""
+    if _repository_tests(task) is not None:
+        yield FORMS[0], Script("reference", _write_right(experiment, task, reference, ""), True)
+        return
     for form in FORMS:
         # A program without a block is also read, but only where nothing else is said.
         if task.kind != "code" or "{boxed}" in form:
@@ -134,14 +189,14 @@ def write_scripts(
     wrong = write_answer(form, task, _wrong_answer(task, reference))
     yield Script("empty", ("",), False)
     yield Script("wrong", (wrong,), False)
-    if reference is None:
-        right = ""
-    else:
-        right = write_answer(form, task, reference.right)
-        yield Script("reference", (right,), True)
-        yield Script("truncated", (right,), False, is_cut=True)
+    right: tuple[str, ...] = ()
+    if reference is not None:
+        right = _write_right(experiment, task, reference, form)
+        yield Script("reference", right, True)
+        if _repository_tests(task) is None:  # else the calls come before what is truncated
+            yield Script("truncated", right, False, is_cut=True)
         if isinstance(workflow, MultiTurn) and workflow.max_turns > 1:
-            yield Script("wrong, then reference", (wrong, right))
+            yield Script("wrong, then reference", (wrong, *right))
         for turns, name, is_right in zip(
             reference.demonstrations,
             ("right demonstration", "wrong demonstration"),
@@ -153,7 +208,7 @@ def write_scripts(
     if isinstance(workflow, ToolUse):
         for tool in workflow.tools.names:
             call = write_call(workflow.call_format, tool, _argument(tool, task, reference))
-            turns, is_right = ((call, right), True) if right else ((call,), None)
+            turns, is_right = ((call, *right), True) if right else ((call,), None)
             yield Script(f"calls {tool}", turns, is_right, calls=(tool,))
 
 
@@ -190,6 +245,8 @@ def _find_calls(turns: Iterable[str]) -> dict[str, None]:
 def _wrong_answer(task: Task, reference: ReferenceAnswer | None) -> str:
     if reference is not None and reference.wrong:
         return reference.wrong
+    if _repository_tests(task) is not None:
+        return ""
     if task.kind == "code":
         return write_program(Exploit("", "return 'wrong'"), parse_tests(task.answer))
     return "0" if reference is None else reference.wrong

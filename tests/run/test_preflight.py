@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from swe_rows import FILES, diff, make_row
 
 from areal_jax.cli.train import main
 from areal_jax.config.experiment import Experiment
@@ -300,6 +301,28 @@ def test_programs_with_solutions_are_tried_with_exploits(tmp_path: Path) -> None
     assert len(exploits) == len(PROGRAMS) + len(LIMITS) == 20
     assert {reward for row in exploits for reward in row.rewards} == {-5.0}
     assert row_of(report, "exploit: infinite loop", "code").grades == {"timeout": 1}
+
+
+@pytest.mark.slow
+def test_patches_of_repositories_are_applied_by_tools(tmp_path: Path) -> None:
+    add = {"calc/new.py": "x = 1\n", "tests/test_ops.py": FILES["tests/test_ops.py"]}
+    right = FILES | add | {"calc/ops.py": FILES["calc/ops.py"].replace("a - b", "a + b")}
+    right.pop("calc/__init__.py")
+    right["calc/__init__.py"] = FILES["calc/__init__.py"] + "from calc.new import x\n"
+    useless = make_row(patch=diff(FILES, FILES | {"calc/ops.py": FILES["calc/ops.py"] + "\n"}))
+    rows = write_rows(tmp_path / "rows.jsonl", [make_row(patch=diff(FILES, right)), useless])
+    report = run(
+        "gsm8k",
+        f"tasks.path={rows}",
+        f"eval_tasks.path={rows}",
+        "workflow=CodingAgent",
+        "workflow.call_format=Tags",
+        "policy.path=embedded",
+    )
+    assert row_of(report, "empty", "code").grades == {"wrong": 2}
+    assert row_of(report, "reference", "code").grades == {"correct": 1, "wrong": 1}
+    assert row_of(report, "reference", "code").tools == {"edit": 4}
+    assert all("rows.jsonl:2" in each for each in findings(report)), findings(report)
 
 
 @pytest.mark.slow
