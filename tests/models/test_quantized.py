@@ -93,7 +93,9 @@ def test_policy_computes_with_the_rounded_matrices(
     )
     hidden = jax.jit(plain)
     found, expected = hidden(narrow)[0], hidden(dequantized(narrow))[0]
-    np.testing.assert_allclose(found, expected, atol=2e-4)
+    # Hidden states of tiny Qwen3-Next differ by 6e-4 when each parameter is rounded the other way.
+    atol = 2e-3 if architecture == "Qwen3NextForCausalLM" else 2e-4
+    np.testing.assert_allclose(found, expected, atol=atol)
     assert np.abs(found - hidden(params)[0]).max() > 1e-2
     if policy.config.moe is None:
         return
@@ -103,4 +105,4 @@ def test_policy_computes_with_the_rounded_matrices(
     placed = jax.device_put(narrow, shardings(mesh, axes, narrow, ROLLOUT_RULES))
     split = partial(plain, experts=sharded_experts(mesh, ROLLOUT_RULES))
     sharded = jax.jit(split)(placed)[0]
-    np.testing.assert_allclose(sharded, expected, atol=2e-4)
+    np.testing.assert_allclose(sharded, expected, atol=atol)
