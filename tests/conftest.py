@@ -152,6 +152,29 @@ def of_a_command() -> dict[str, str]:
     return kept | here | {"XLA_FLAGS": QUICK_FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
+@pytest.fixture(scope="session")
+def object_store_environment() -> Iterator[dict[str, str]]:
+    """Start emulators of object stores; the environment that leads to them."""
+    from object_stores import object_stores
+
+    with object_stores() as environment:
+        yield environment
+
+
+@pytest.fixture(params=[pytest.param(each, marks=pytest.mark.slow) for each in ("gs", "s3")])
+def bucket(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    object_store_environment: dict[str, str],
+) -> str:
+    """Return the URL of an empty folder in each object store."""
+    for name, value in object_store_environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AREAL_JAX_CACHE", str(tmp_path / "cache"))
+    return f"{request.param}://bucket/{secrets.token_hex(4)}"
+
+
 @pytest.fixture
 def alone_with_ray() -> Iterator[None]:
     """Wait until no other test process has a run on Ray, which compiles in six processes."""

@@ -19,8 +19,8 @@ EXTRAS = PROJECT["optional-dependencies"]
         *(
             each
             for name in (
-                *("ray", "wandb", "trackio", "mlflow", "reasoning-gym", "textarena", "skyrl-gym"),
-                *("openenv", "verifiers", "tinker", "docs", "repositories"),
+                *("ray", "gcs", "s3", "wandb", "trackio", "mlflow", "reasoning-gym", "textarena"),
+                *("skyrl-gym", "openenv", "verifiers", "tinker", "docs", "repositories"),
             )
             for each in EXTRAS[name]
         ),

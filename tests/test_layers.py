@@ -26,6 +26,7 @@ FLOORS = (
             "json_files",
             "image_files",
             "python_objects",
+            "storage",
         ),
         *("metrics", "parallel", "threads"),
     ),
@@ -48,7 +49,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ORDERS = {
     "floor 0": (
         ("records", "bounds", "errors", "json_files", "image_files", "python_objects", "threads"),
-        ("protocols", "metrics", "parallel"),
+        ("protocols", "metrics", "parallel", "storage"),
     ),
     "run": (
         ("run.lease", "run.summary"),
@@ -61,6 +62,7 @@ ORDERS = {
             "run.scripted_policy",
         ),
         (
+            "run.mirror",
             "run.plan",
             "run.callbacks",
             "run.prompt_limits",
@@ -134,6 +136,7 @@ ROOMS_OF_LIBRARY = {
     "wandb": ("metrics",),
     "trackio": ("metrics",),
     "mlflow": ("metrics",),
+    "fsspec": ("storage",),
 }
 """Rooms that may import a library."""
 
@@ -145,6 +148,7 @@ JAX_FREE = (
     "json_files",
     "image_files",
     "python_objects",
+    "storage",
     "metrics",
     "reports",
     "threads",

@@ -9,12 +9,14 @@ from datetime import datetime
 from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.checkpoint.folders import saved_versions
+from areal_jax.checkpoint.folders import newest_whole, saved_versions
 from areal_jax.config.load import CONFIG_FILE
 from areal_jax.errors import ConfigError
 from areal_jax.metrics.config import METRICS
 from areal_jax.run.claim import Claim, claimed, writable
+from areal_jax.run.mirror import mirrored
 from areal_jax.run.summary import shell_command
+from areal_jax.storage import fetch_objects, shown
 
 RUNS_FOLDER = Path("runs")
 
@@ -30,6 +32,7 @@ def new_folder(named: Path | None, name: str) -> Path:
         ConfigError: the folder holds a run, or another process has claimed it.
     """
     folder = named or RUNS_FOLDER / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    fetch_objects(shown(folder), newest_whole)
     if has_begun(folder):
         with (
             suppress(OSError),
@@ -50,13 +53,15 @@ def folder_to_resume(named: Path | None, name: str = "*") -> Path:
     Raises:
         ConfigError: there is none.
     """
+    if named:
+        fetch_objects(shown(named), newest_whole)
     begun = filter(has_begun, RUNS_FOLDER.glob(f"{name}-*"))
     runs = [named] if named else sorted(begun, key=lambda folder: folder.stat().st_mtime)
     runs = [folder for folder in runs if (folder / CONFIG_FILE).is_file()]
     if not runs:
         raise ConfigError(
             f"nothing to resume: expected the {CONFIG_FILE} of a run in "
-            f"{named or RUNS_FOLDER / f'{name}-*'}, found none; give --resume=DIR"
+            f"{shown(named or RUNS_FOLDER / f'{name}-*')}, found none; give --resume=DIR"
         )
     return runs[-1]
 
@@ -65,19 +70,21 @@ def folder_to_resume(named: Path | None, name: str = "*") -> Path:
 def claimed_folder(
     run_folder: Path, *, is_named: bool, resume: bool
 ) -> Iterator[tuple[Path, Claim]]:
-    """Make and claim a run folder.
+    """Make and claim a run folder, and store it where it is the copy of a URL.
 
     Args:
         is_named: False: a new folder gets a unique name.
 
     Raises:
         ConfigError: it cannot be written to, or another process has claimed it.
+        NotSaved: the end of the run could not be stored.
     """
     with ExitStack() as stack:
         with writable(run_folder, "--run-folder"):
             if not resume and not is_named:
                 run_folder = make_unique(run_folder)
             claim = stack.enter_context(claimed(run_folder))
+        stack.enter_context(mirrored(run_folder))
         if not resume:
             _require_unused(run_folder)  # another run may have ended there since
         yield run_folder, claim
@@ -100,7 +107,7 @@ def resume_advice(run_folder: Path) -> str:
     """The command that resumes a run which ended early, and the version that it resumes from."""
     if not (versions := saved_versions(run_folder / CHECKPOINTS)):
         return "no checkpoint was saved, so there is nothing to resume"
-    resume = shell_command("train", f"--resume={run_folder}")
+    resume = shell_command("train", f"--resume={shown(run_folder)}")
     return f"{resume} resumes from the checkpoint of version {versions[-1]}"
 
 
@@ -115,6 +122,6 @@ def has_begun(folder: Path) -> bool:
 def _require_unused(folder: Path) -> None:
     if has_begun(folder):
         raise ConfigError(
-            f"{folder} already holds a run; resume it with --resume={folder}, or give another "
-            "--run-folder"
+            f"{shown(folder)} already holds a run; resume it with --resume={shown(folder)}, or "
+            "give another --run-folder"
         )

@@ -25,6 +25,7 @@ from areal_jax.config.experiment import AnyExperiment
 from areal_jax.config.load import CONFIG_FILE, read_config, source_of
 from areal_jax.errors import ConfigError
 from areal_jax.run.callbacks import Callback, RunControl
+from areal_jax.storage import local_path
 
 if TYPE_CHECKING:
     from areal_jax.run.plan import Plan
@@ -48,7 +49,7 @@ def train(
 
     Args:
         experiment: settings of the run; None, with `resume`: those of the run folder.
-        run_folder: folder to write; None: runs/NAME-TIME.
+        run_folder: folder to write, also gs:// or s3://; None: runs/NAME-TIME.
         resume: whether to resume the run in `run_folder`, or the newest run of the experiment.
         callbacks: called after steps, evaluations and checkpoints.
 
@@ -204,7 +205,7 @@ def warn(text: str) -> None:
 
 
 def _path(folder: str | Path | None) -> Path | None:
-    return None if folder is None else Path(folder)
+    return None if folder is None else local_path(str(folder))
 
 
 def _last_version(run_folder: Path) -> int:

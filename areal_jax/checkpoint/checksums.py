@@ -9,10 +9,7 @@ import os
 import zlib
 from pathlib import Path
 
-from areal_jax.checkpoint.folders import find_checkpoints
-
-FILES = "files.json"
-"""Name of the file with the checksums of a checkpoint."""
+from areal_jax.checkpoint.folders import FILES, find_checkpoints
 
 
 class CheckpointError(RuntimeError):

@@ -10,7 +10,6 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from pathlib import Path
 from typing import NoReturn
 
 from areal_jax import __version__
@@ -21,6 +20,7 @@ from areal_jax.config.load import experiment_names, load_experiment, read_config
 from areal_jax.config.overrides import settings
 from areal_jax.errors import ConfigError
 from areal_jax.metrics.files import describe_disk_error
+from areal_jax.storage import local_only
 
 Completer = Callable[..., Sequence[str]]
 """Completes an argument in the shell; called by argcomplete with named arguments."""
@@ -80,7 +80,7 @@ def experiment_parser(others: Mapping[str, Sequence[str]]) -> Parser:
 
     parser = _overrides_parser(complete)
     _complete_with(parser.add_argument("--exp"), lambda **_: experiment_names())
-    parser.add_argument("--config", type=Path)
+    parser.add_argument("--config", type=local_only)
     return parser
 
 

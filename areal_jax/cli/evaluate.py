@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from areal_jax.api.evaluating import named_inputs, run_evaluation
 from areal_jax.checkpoint.config import CHECKPOINTS
@@ -25,6 +24,7 @@ from areal_jax.config.load import CONFIG_FILE
 from areal_jax.config.overrides import parse_overrides
 from areal_jax.data.benchmarks import BENCHMARKS
 from areal_jax.errors import ConfigError, Unanswered
+from areal_jax.storage import local_only
 
 USAGE = f"""\
 usage: areal-evaluate --exp=NAME [checkpoint=WHERE] [data=WHAT] [a.b=c ...] [options]
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = experiment_parser({"checkpoint": [], "data": list(BENCHMARKS)})
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--folder", type=local_only)
     return parser.parse(argv)
 
 

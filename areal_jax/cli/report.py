@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from areal_jax.checkpoint.folders import without_checkpoints
 from areal_jax.cli.arguments import Parser, answer, fail, fail_on_disk, show
 from areal_jax.cluster.signals import SIGNALS
 from areal_jax.errors import ConfigError
@@ -16,6 +17,7 @@ from areal_jax.reports.live import live_report
 from areal_jax.reports.report import COMPARISON, write_comparison, write_report
 from areal_jax.reports.run_report import State
 from areal_jax.run.claim import is_claimed, writable
+from areal_jax.storage import fetch_objects, is_url, local_only, shown
 
 USAGE = f"""\
 usage: areal-report RUN_FOLDER [RUN_FOLDER ...] [--out=FILE] [--live] [--port=N]
@@ -57,8 +59,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("give one or more run folders; --help says more")
     parser.add_argument("--live", action="store_true")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("run_folders", type=Path, nargs="*")
+    parser.add_argument("--out", type=local_only)
+    parser.add_argument("run_folders", nargs="*")
     command = parser.parse(argv)
     if command.help is not None or command.version:
         return command
@@ -68,11 +70,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--port={command.port}: expected a number from 0 to 65535")
     if command.out and (command.live or len(command.run_folders) < 2):
         parser.error("--out is the file of a comparison: give several run folders and no --live")
+    if command.live and (urls := [each for each in command.run_folders if is_url(each)]):
+        parser.error(f"--live follows a folder on this machine, found {urls[0]}")
+    command.run_folders = [fetch_objects(each, without_checkpoints) for each in command.run_folders]
     for folder in command.run_folders:
         if not (folder / METRICS).is_file():
             raise ConfigError(
-                f"{folder}: expected a run folder with {METRICS}, found none; give the folder of "
-                "a run"
+                f"{shown(folder)}: expected a run folder with {METRICS}, found none; give the "
+                "folder of a run"
             )
     return command
 

@@ -19,6 +19,7 @@ from areal_jax.api.run_folders import (
     resume_advice,
 )
 from areal_jax.api.training import plan_run, train_plan
+from areal_jax.checkpoint.folders import newest_whole
 from areal_jax.cli.arguments import (
     answer,
     experiment_parser,
@@ -45,6 +46,7 @@ from areal_jax.errors import (
     WorkerDied,
 )
 from areal_jax.rl.presets import PRESETS
+from areal_jax.storage import fetch_objects, local_only, local_path, shown
 
 if TYPE_CHECKING:
     from areal_jax.run.plan import Plan
@@ -60,7 +62,7 @@ Train the policy of an experiment. Metrics, samples and checkpoints are written 
   a.b=c                 change a setting, such as rollout.max_staleness=8; a choice among classes
                         by name, such as tasks=Files tasks.path=problems.jsonl
   algorithm=NAME        the settings of a published algorithm, such as grpo; algorithm=list: names
-  --run-folder=DIR      folder to write; default: {RUNS_FOLDER}/NAME-TIME
+  --run-folder=DIR      folder to write, also gs:// or s3://; default: {RUNS_FOLDER}/NAME-TIME
   --resume[=DIR]        resume the run in DIR, or the newest run (of NAME, if --exp is given)
   --dry-run             print settings, devices, meshes and memory, and train nothing
   --compile-for=SLICE   compile for absent TPU slices or GPU nodes, as 2xv5p:4x4x4 or 2xh200:8;
@@ -152,7 +154,7 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
 
 def _replay(command: argparse.Namespace) -> int:
     """Replay a run; exit status 1 if its settings are unchanged and a version differs."""
-    source: Path = command.replay
+    source = fetch_objects(shown(command.replay), newest_whole)
     experiment = read_config(source / CONFIG_FILE, command.overrides)
     folder = new_folder(command.run_folder, f"{experiment.name}-replay")
     plan = plan_run(experiment)
@@ -173,7 +175,7 @@ def _show_plan(plan: Plan, run_folder: Path) -> None:
     asyncio.run(try_grading(plan))
     listed = settings(plan.experiment).values()
     show("\n".join(f"{setting.key}={setting.text()}" for setting in listed))
-    show(f"\n{plan_text(plan)}\n\nrun folder: {run_folder} (not written: --dry-run)")
+    show(f"\n{plan_text(plan)}\n\nrun folder: {shown(run_folder)} (not written: --dry-run)")
 
 
 def _resumed_folder(command: argparse.Namespace) -> Path:
@@ -181,20 +183,22 @@ def _resumed_folder(command: argparse.Namespace) -> Path:
     # Loaded also where the folder is named: config.json may name classes that the experiment's file
     # defines.
     name = load_experiment(command.exp).name if command.exp else "*"
-    return folder_to_resume(Path(command.resume) if command.resume else command.run_folder, name)
+    return folder_to_resume(
+        local_path(command.resume) if command.resume else command.run_folder, name
+    )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = experiment_parser({"algorithm": list(PRESETS)})
-    parser.add_argument("--run-folder", type=Path)
+    parser.add_argument("--run-folder", type=local_path)
     parser.add_argument("--resume")
-    parser.add_argument("--replay", type=Path)
+    parser.add_argument("--replay", type=local_path)
     parser.add_argument("--until", type=int)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--preflight", action="store_true")
     parser.add_argument("--compile-for", metavar="SLICE")
     parser.add_argument("--compile-all", action="store_true")
-    parser.add_argument("--save-executables", type=Path, metavar="DIR")
+    parser.add_argument("--save-executables", type=local_only, metavar="DIR")
     # A bare --resume must not take the override that follows it for its folder.
     command = parser.parse(argv, optional=["--resume"])
     if command.resume is not None and command.config:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.folders import newest_whole
 from areal_jax.config.load import CONFIG_FILE, holds_run, read_config
 from areal_jax.config.overrides import settings
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.errors import ConfigError
 from areal_jax.models.config import ADAPTER_CONFIG
+from areal_jax.storage import fetch_objects, is_url, local_path
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,14 @@ def named_policy(where: str, setting: str) -> NamedPolicy:
     Raises:
         ConfigError: there is none of these.
     """
-    if (run := _run_of(where, setting)) is not None:
+    folder = _fetch(where)
+    if (run := _run_of(folder, where, setting)) is not None:
         ran = read_config(run[0] / CONFIG_FILE)
         listed = settings(ran.policy).values()
         return NamedPolicy(
             {each.key: each.text() for each in listed}, RunCheckpoint(*run, seed=ran.seed)
         )
-    if (Path(where).expanduser() / ADAPTER_CONFIG).is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         return NamedPolicy({"lora": "none", "adapter": where})
     try:
         resolve_policy_folder(where, setting)
@@ -58,9 +63,19 @@ def named_policy(where: str, setting: str) -> NamedPolicy:
     return NamedPolicy({"path": where, "random_init": "false", "lora": "none", "adapter": "none"})
 
 
-def _run_of(where: str, setting: str) -> tuple[Path, int | None] | None:
-    """Return folder and version (None: the newest) of a run; None if `where` is no run."""
-    folder = Path(where).expanduser()
+def _fetch(where: str) -> Path:
+    """Path of a folder; of a run in object storage, the copy with the checkpoint that is named."""
+    if not is_url(where):
+        return local_path(where)
+    match = re.fullmatch(rf"(.+)/{CHECKPOINTS}(?:/(\d+))?/?", where)
+    run, number = match.groups() if match else (where, None)
+    version = None if number is None else int(number)
+    folder = fetch_objects(run, partial(newest_whole, version=version))
+    return folder if number is None else folder / CHECKPOINTS / number
+
+
+def _run_of(folder: Path, where: str, setting: str) -> tuple[Path, int | None] | None:
+    """Return folder and version (None: the newest) of a run; None if there is no run."""
     if holds_run(folder):
         return folder, None
     if folder.name == CHECKPOINTS and holds_run(folder.parent):

@@ -11,6 +11,7 @@ from pathlib import Path
 from areal_jax.data.config import Files, Hub
 from areal_jax.data.hub import NAME
 from areal_jax.data.sources import SUFFIXES
+from areal_jax.storage import fetch_objects
 
 BENCHMARKS: Mapping[str, Hub] = {
     "aime24": Hub(name="HuggingFaceH4/aime_2024", split="train"),
@@ -36,7 +37,7 @@ def find_benchmark(data: str) -> Files | Hub:
         FileNotFoundError: nothing has this name.
         ValueError: the folder has several files and none of them is a test file.
     """
-    path = Path(data).expanduser()
+    path = fetch_objects(data)
     if path.is_dir():
         return Files(path=data, split=_split(path))
     if path.is_file():

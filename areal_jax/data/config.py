@@ -134,7 +134,9 @@ class RemoteImagesConfig:
 class Files(TaskSource):
     """Rows of a jsonl, json or parquet file, or of a folder with train/test files."""
 
-    path: str = chz.field(doc="file or folder, relative to the working directory")
+    path: str = chz.field(
+        doc="file or folder, relative to the working directory, or gs:// or s3:// URL"
+    )
     split: str = chz.field(default="train", doc="prefix of the file names to read from a folder")
     prompt_field: str | None = chz.field(default=None, doc=_PROMPT_FIELD)
     answer_field: str = chz.field(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_jax.data.hub import NAME, fetch
+from areal_jax.storage import fetch_objects
 
 EMBEDDED = Path(__file__).parent.parent / "models" / "embedded"
 """Folder of the tiny policy inside the package."""
@@ -22,7 +23,8 @@ def resolve_policy_folder(
     """Find the folder of a policy; download it if necessary.
 
     Args:
-        path: 'embedded', 'embedded_vision', a Hugging Face folder, or a name on the hub.
+        path: 'embedded', 'embedded_vision', a Hugging Face folder, also gs:// or s3://, or a name
+            on the hub.
         setting: name of the setting that holds `path`, for messages.
         has_weights: whether a download includes the weights.
 
@@ -32,7 +34,7 @@ def resolve_policy_folder(
     """
     if path in EMBEDDED_POLICIES:
         return _with_config(EMBEDDED_POLICIES[path], path, setting)
-    folder = Path(path).expanduser()
+    folder = fetch_objects(path)
     if folder.exists():
         return _with_config(folder, path, setting)
     if NAME.fullmatch(path) and not path.startswith("."):

@@ -43,6 +43,7 @@ from areal_jax.data.repositories import GeneratedRepository, make_repository
 from areal_jax.image_files import ImageFile, read_image
 from areal_jax.python_objects import PythonObject
 from areal_jax.records import ENVIRONMENT, IMAGE, PUZZLE, Message, Task
+from areal_jax.storage import fetch_objects, local_path
 
 MAX_MEASURED = 4096
 """Maximum number of tasks whose prompts are measured, which takes about a second."""
@@ -294,7 +295,7 @@ def _number_rows(source: Files | Hub | Rows) -> tuple[str, Iterator[tuple[str, A
         rows = source.rows.object
         return "the given rows", ((f"row {number}", row) for number, row in enumerate(rows, 1))
     files = (
-        find_files(Path(source.path).expanduser(), source.split)
+        find_files(fetch_objects(source.path), source.split)
         if isinstance(source, Files)
         else _download_split(source)
     )
@@ -538,7 +539,7 @@ def folder_of_paths(source: Files | Hub | Rows) -> Path:
     working directory.
     """
     if isinstance(source, Files):
-        path = Path(source.path).expanduser()
+        path = local_path(source.path)
         return path if path.is_dir() else path.parent
     return Path()
 

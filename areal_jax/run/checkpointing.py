@@ -23,6 +23,7 @@ from areal_jax.records import RolloutState
 from areal_jax.run.checks import RUN_ID
 from areal_jax.run.plan import TrainingPlan
 from areal_jax.run.recording import CHECKPOINT, Recording
+from areal_jax.storage import shown
 from areal_jax.trainer.versions import HostState, Versions
 
 CRITIC = "critic"
@@ -97,15 +98,15 @@ class Checkpointer:
             is_embedded = config.policy.path in EMBEDDED_POLICIES
             base = str(plan.policy_folder) if is_embedded else config.policy.path
             lora.save(self.folder / ADAPTER, policy, params, base)
-            yield f"adapter of version {version}: {self.folder / ADAPTER}"
+            yield f"adapter of version {version}: {shown(self.folder / ADAPTER)}"
         if exports:
             merged = params if self.base is None else lora.merge(policy, self.base, params)
             hf.save(self.folder / POLICY, policy, merged, plan.policy_folder)
-            yield f"policy of version {version}: {self.folder / POLICY}"
+            yield f"policy of version {version}: {shown(self.folder / POLICY)}"
         critic = self.trainer.state.critic
         if critic is not None and plan.critic is not None and exports:
             hf.save(self.folder / CRITIC, plan.critic, critic.params, plan.critic_folder)
-            yield f"critic of version {version}: {self.folder / CRITIC}"
+            yield f"critic of version {version}: {shown(self.folder / CRITIC)}"
         try:
             self.store.wait()
         except CheckpointError as error:

@@ -23,33 +23,31 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
-
 from areal_jax.cluster.signals import kill_children
 from areal_jax.errors import ClaimLost, ConfigError
 from areal_jax.metrics.files import describe_disk_error
 from areal_jax.run.lease import (
     SETTLE_S,
     await_lease,
-    boot_id,
     describe_holder,
     describe_writers,
     is_at,
+    is_of_this_system,
     is_running,
+    new_lease,
     parse_lease,
-    pid_namespace,
     read_lease,
     try_lock,
     unlink_unlocked,
 )
+from areal_jax.storage import LOCAL_FILES, shown
 
 logger = logging.getLogger(__name__)
 
-CLAIM = "claim.json"
-"""Locked file in a claimed folder, with the lease. Deleted when the claim is released."""
-
-WRITERS = "claim.writers"
-"""File that other processes which write for the holder, such as trainer hosts, lock (shared)."""
+CLAIM, WRITERS = LOCAL_FILES
+"""Locked file in a claimed folder, with the lease, which is deleted when the claim is released; and
+the file that other processes which write for the holder, such as trainer hosts, lock (shared).
+"""
 
 RENEW_S = 5.0
 """Interval at which a lease is renewed."""
@@ -85,14 +83,7 @@ class Claim:
             OSError: the folder cannot be written to.
         """
         self.folder, self._path = folder, folder / CLAIM
-        self._lease: dict[str, Any] = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "process_start": psutil.Process().create_time(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "boot": boot_id(),
-            "pid_namespace": pid_namespace(),
-        }
+        self._lease = new_lease()
         self._fd: int | None = None
         # Serializes the renewing thread with `fence` and `release`.
         self._lock = threading.Lock()
@@ -110,7 +101,7 @@ class Claim:
             if not is_locked:
                 time.sleep(SETTLE_S)
                 if (found := read_lease(self._path)).get("token") != self.token:
-                    raise FolderInUse(_refusal(folder, found, setting))
+                    raise FolderInUse(refusal(folder, found, setting))
             self.fence()
             undo.pop_all()
         # A forked child shares the lock with its parent. It closes its copy, so that the parent's
@@ -177,7 +168,7 @@ class Claim:
                     is_locked = try_lock(fd, fcntl.LOCK_EX)
                 except BlockingIOError:
                     found = await_lease(self._path)
-                    raise FolderInUse(_refusal(self.folder, found, setting)) from None
+                    raise FolderInUse(refusal(self.folder, found, setting)) from None
                 # The last holder may have deleted the file between the opening and the locking.
                 if is_at(fd, self._path):
                     undo.pop_all()
@@ -193,14 +184,14 @@ class Claim:
         if not found:
             return
         same_boot = found.get("boot") == self._lease["boot"]
-        if same_boot and found.get("pid_namespace") == self._lease["pid_namespace"]:
+        if is_of_this_system(found):
             is_alive = is_running(found)
         elif same_boot and is_locked and found.get("device") == os.fstat(fd).st_dev:
             is_alive = False  # a process of another container, whose lock would be visible here
         else:
             is_alive = self._is_renewed(found)
         if is_alive:
-            raise FolderInUse(_refusal(self.folder, found, setting))
+            raise FolderInUse(refusal(self.folder, found, setting))
         logger.warning(
             "%s: taking over from %s, which has ended", self.folder, describe_holder(found)
         )
@@ -245,7 +236,7 @@ class Claim:
                 try:
                     found = read_lease(self._path)
                     if found.get("token") != self.token or not is_at(self._fd, self._path):
-                        _end_unclaimed(self._path, found)
+                        end_unclaimed(str(self._path), found)
                     self._write_lease(self.token)
                 except OSError as error:
                     logger.warning(
@@ -357,15 +348,16 @@ class Writer:
             os.close(fd)
 
 
-def _refusal(folder: Path, found: Mapping[str, Any], setting: str) -> str:
+def refusal(folder: Path, found: Mapping[str, Any], setting: str) -> str:
+    """Why a folder cannot be claimed, and what to do."""
     who = describe_holder(found) if found else "a process that is starting"
     return (
-        f"{folder} is in use by {who}; wait until that process has ended or stop it, or give "
-        f"another {setting}"
+        f"{shown(folder)} is in use by {who}; wait until that process has ended or stop it, or "
+        f"give another {setting}"
     )
 
 
-def _end_unclaimed(path: Path, found: Mapping[str, Any]) -> NoReturn:
+def end_unclaimed(path: str, found: Mapping[str, Any]) -> NoReturn:
     """End this process at once: another process may write to the folder."""
     how = f"was taken over by {describe_holder(found)}" if found else "was deleted"
     print(

@@ -72,6 +72,23 @@ def describe_writers(path: Path) -> str:
     return "of unknown number"
 
 
+def new_lease() -> dict[str, Any]:
+    """A lease of this process, without token."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process_start": psutil.Process().create_time(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "boot": boot_id(),
+        "pid_namespace": pid_namespace(),
+    }
+
+
+def is_of_this_system(found: Mapping[str, Any]) -> bool:
+    """Whether the number of a lease's process can be looked up here."""
+    return found.get("boot") == boot_id() and found.get("pid_namespace") == pid_namespace()
+
+
 def parse_lease(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)

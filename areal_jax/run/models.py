@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
-from areal_jax.checkpoint.checksums import FILES, CheckpointError
+from areal_jax.checkpoint.checksums import CheckpointError
 from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.checkpoint.folders import saved_versions
+from areal_jax.checkpoint.folders import FILES, saved_versions
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config.policy_names import RunCheckpoint
 from areal_jax.data.grammars import Grammars
@@ -37,6 +37,7 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import compute_dtype, make_rollout_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, Rules, shardings
 from areal_jax.records import Weights, derive_seed
+from areal_jax.storage import fetch_objects, local_path
 from areal_jax.trainer.state import trained
 
 FINGERPRINT_BYTES = 1 << 20
@@ -70,7 +71,7 @@ def find_policy(
     if config.adapter is None:
         policy = Policy(model, config.lora)
     else:
-        adapter = Path(config.adapter).expanduser()
+        adapter = fetch_objects(config.adapter)
         policy = Policy(model, lora.read_config(adapter, config.ignore_config_keys))
         lora.check_base(adapter, config.path, str(folder))
         lora.check_tensors(adapter, policy)
@@ -87,7 +88,7 @@ def read_model(config: PolicyConfig, folder: Path) -> ModelConfig:
             one.
     """
     adapter = config.adapter
-    is_adapted = adapter is not None and Path(adapter).expanduser().resolve() == folder.resolve()
+    is_adapted = adapter is not None and local_path(str(adapter)).resolve() == folder.resolve()
     return read_config(
         folder, config.ignore_config_keys, is_adapted=is_adapted, long_rope=config.long_rope
     )
@@ -183,7 +184,7 @@ def initial_params(
         return weights, None
     placed = shardings(mesh, lora.axes(policy), lora.abstract(policy), rules)
     if config.adapter is not None:
-        return lora.load(Path(config.adapter).expanduser(), policy, placed), weights
+        return lora.load(local_path(config.adapter), policy, placed), weights
     init = jax.jit(partial(lora.init, policy), out_shardings=placed)
     return init(jax.random.key(derive_seed(seed, "adapter"))), weights
 
@@ -259,7 +260,7 @@ class DecodingPolicy:
     def _files(self) -> list[Path]:
         """Files of the policy and of its adapter."""
         adapter = self.config.adapter
-        folders = [self.folder, *([] if adapter is None else [Path(adapter).expanduser()])]
+        folders = [self.folder, *([] if adapter is None else [local_path(adapter)])]
         return [
             file
             for folder in folders

@@ -32,6 +32,7 @@ from areal_jax.run.plan import Plan
 from areal_jax.run.plan_report import headline
 from areal_jax.run.rollout_log import RolloutLog
 from areal_jax.run.summary import summary_lines
+from areal_jax.storage import shown
 
 TRACE = "trace.json"
 
@@ -172,7 +173,7 @@ def start_progress(
     """
     experiment = plan.experiment
     progress = ProgressDisplay(
-        f"{headline(plan)}; run folder: {folder}",
+        f"{headline(plan)}; run folder: {shown(folder)}",
         experiment.num_steps,
         saved_version or 0,
         show_steps=experiment.metrics.progress,

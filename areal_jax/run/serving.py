@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from areal_jax.config.overrides import assign, build, from_text, settings
 from areal_jax.config.policy_names import named_policy
@@ -21,6 +20,7 @@ from areal_jax.records import Sampling
 from areal_jax.run.models import DecodingPolicy, decoding_mesh, find_decoding_policy
 from areal_jax.serve.config import ServeConfig
 from areal_jax.serve.engine_backend import EngineBackend
+from areal_jax.storage import local_path
 from areal_jax.weights.pinned import Pinned
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def find_served(config: ServeConfig) -> DecodingPolicy:
     given, checkpoint = named_policy(config.model, "model")
     if "path" not in given:
         with config_errors():
-            base = config.base or lora.read_base_name(Path(config.model).expanduser())
+            base = config.base or lora.read_base_name(local_path(config.model))
         if not base:
             raise ConfigError(
                 f"model={config.model} is an adapter that names no base policy; set base"

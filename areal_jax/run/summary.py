@@ -16,6 +16,7 @@ from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.jsonl import read
 from areal_jax.metrics.progress import format_duration, format_rate
 from areal_jax.reports.series import Series, collect
+from areal_jax.storage import shown
 
 LABEL_WIDTH = 12
 MAX_WINDOW = 10
@@ -78,8 +79,8 @@ def summary_lines(
 def next_commands(folder: Path) -> Iterator[str]:
     """The commands that evaluate and serve the newest checkpoint of a run, if it has one."""
     if saved_versions(folder / CHECKPOINTS):
-        evaluate = shell_command("evaluate", f"checkpoint={folder}")
-        serve = shell_command("serve", f"model={folder}")
+        evaluate = shell_command("evaluate", f"checkpoint={shown(folder)}")
+        serve = shell_command("serve", f"model={shown(folder)}")
         yield f"{'evaluate it':<{LABEL_WIDTH}}{evaluate}"
         yield f"{'serve it':<{LABEL_WIDTH}}{serve}"
 

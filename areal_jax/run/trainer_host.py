@@ -60,7 +60,7 @@ class TrainerHost:
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{run_folder} is not on {socket.gethostname()}; set --run-folder to a folder "
-                "that all trainer hosts share"
+                "that all trainer hosts share; for gs:// and s3://, set AREAL_JAX_CACHE to one"
             ) from error
         self._folder, self._saved_version = Path(run_folder), saved_version
         self._num_steps_under_way = 0

@@ -1,0 +1,53 @@
+"""Emulators of object stores, in threads of this process."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SECRET = secrets.token_hex(16)
+"""Key of the S3 store, which nothing may show."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def object_stores() -> Iterator[dict[str, str]]:
+    """Serve Google's and Amazon's protocols, each with an empty bucket `bucket`; the environment
+    that leads to them.
+    """
+    from gcp_storage_emulator.server import create_server
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    gcs_port, s3_port = free_port(), free_port()
+    google = create_server("127.0.0.1", gcs_port, in_memory=True, default_bucket="bucket")
+    amazon = ThreadedMotoServer(ip_address="127.0.0.1", port=s3_port, verbose=False)
+    google.start()
+    amazon.start()
+    url = f"http://127.0.0.1:{s3_port}"
+    urllib.request.urlopen(
+        urllib.request.Request(f"{url}/bucket", method="PUT"), timeout=120
+    ).close()
+    try:
+        yield {
+            "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{gcs_port}",
+            "NO_GCE_CHECK": "true",
+            # Asks Google for the type of the bucket, with credentials that an emulator has not.
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ACCESS_KEY_ID": "areal",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+    finally:
+        google.stop()
+        amazon.stop()
