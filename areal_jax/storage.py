@@ -92,7 +92,7 @@ class ObjectFolder:
         """
         # What follows the scheme is not repeated: it may be a key.
         scheme = url.partition(":")[0]
-        if _URL.fullmatch(url) is None:
+        if _URL.fullmatch(url) is None or _leads_outside(url):
             raise ConfigError(
                 f"{scheme}:// URL: expected {scheme}://BUCKET/PATH, found something else; "
                 "credentials belong into the environment"
@@ -113,9 +113,18 @@ class ObjectFolder:
     def names(self) -> dict[str, list[Any]]:
         """Names of all objects relative to the URL, with size and ETag; empty for the object of the
         URL itself.
+
+        Raises:
+            StorageError: they cannot be listed, or one names a file outside of a folder of copies.
         """
         with self._errors():
             found: Mapping[str, Any] = self._files.find(self._root, detail=True)
+        for path in found:
+            if _leads_outside(path):
+                raise StorageError(
+                    f"{self.url}: expected names of objects without '..', found {path[:200]!r}; "
+                    "rename the object"
+                )
         return {
             path.removeprefix(self._root).lstrip("/"): [
                 info["size"],
@@ -293,6 +302,10 @@ def _file_of(name: str) -> str:
     """Name of the file that an object is, or is a part of."""
     match = _PART.fullmatch(name)
     return match[1] if match else name
+
+
+def _leads_outside(name: str) -> bool:
+    return ".." in name.split("/")
 
 
 def _within(local: Path, file: str) -> Path:

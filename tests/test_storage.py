@@ -103,11 +103,22 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             fetch_objects(url)
 
 
-@pytest.mark.parametrize("url", ["s3://key:hunter2@bucket/a", "gs://", "s3:///a"])
+@pytest.mark.parametrize("url", ["s3://key:hunter2@b/a", "gs://", "s3:///a", "gs://b/.."])
 def test_wrong_urls_are_refused_without_repeating_them(url: str) -> None:
     with pytest.raises(ConfigError, match="credentials belong into the environment") as refused:
         fetch_objects(url)
     assert "hunter2" not in str(refused.value)
+
+
+# The emulator of Google's store does not list such names.
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
+@pytest.mark.slow
+def test_names_of_objects_do_not_lead_out_of_a_copy(bucket: str) -> None:
+    stored = write(f"{bucket}/data", **{"a": "1", "b/../../../outside": "2"})
+    outside = local_path(stored.url).parents[1] / "outside"
+    with pytest.raises(StorageError, match=r"without '\.\.', found '.*data/b/\.\./"):
+        fetch_objects(stored.url)
+    assert not outside.exists() and not local_path(stored.url).exists()
 
 
 def test_a_missing_bucket_is_one_sentence(bucket: str) -> None:
