@@ -15,7 +15,9 @@ TRAIN_ARGS ?=
 TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
-INSTALL ?= $(BIN)/python -m pip install
+# Python compiles what is imported, a fifth of the files of all libraries, and keeps it.
+INSTALL ?= $(BIN)/python -m pip install --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all test-gpu-compile lint docs site
 .DELETE_ON_ERROR:
