@@ -22,8 +22,9 @@ from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES
 from areal_jax.run.models import decoding_mesh, find_policy, initial_params, load_tokenizer
 from areal_jax.tinker.catalog import ServedPolicy
 from areal_jax.tinker.config import TinkerConfig
-from areal_jax.tinker.engine_pool import EnginePool, SamplerWeights
+from areal_jax.tinker.engine_pool import EnginePool
 from areal_jax.tinker.journal import Journal
+from areal_jax.tinker.pooled_engine import SamplerWeights
 from areal_jax.tinker.service import Service
 from areal_jax.tinker.tenants import Tenants
 from areal_jax.tinker.training import TrainingBackend

@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -27,11 +28,12 @@ from areal_jax.records import (
 from areal_jax.serve.detokenizer import StreamDetokenizer
 from areal_jax.tinker.bodies import Sample, read_body
 from areal_jax.tinker.config import TinkerConfig
-from areal_jax.tinker.engine_pool import EnginePool, Seat
+from areal_jax.tinker.engine_pool import EnginePool
 from areal_jax.tinker.fairness import FairQueue
 from areal_jax.tinker.futures import Futures, error_result
 from areal_jax.tinker.journal import RequestRow
 from areal_jax.tinker.messages import SampledTokens, sample_response
+from areal_jax.tinker.pooled_engine import Seat
 from areal_jax.tinker.programs import PromptLogprobs
 from areal_jax.tinker.tenants import session_of
 
@@ -134,9 +136,7 @@ class SamplingRequests:
             for _ in range(body.num_samples)
         ]
         seed = body.sampling_params.seed
-        session = session_of(row.id)
-        turn = self._turns.turn(self.tenant_of(session), session, body.num_samples)
-        async with turn, self.pool.assigned(path) as seat:
+        async with self._seated(row, body.num_samples, path) as seat:
             request = Request(
                 id=row.id,
                 prompt_tokens=prompt,
@@ -168,6 +168,21 @@ class SamplingRequests:
             logp, top_logp = _nan_before(first, logp), _nan_before(first, top_logp)
             top = (np.maximum(ids, 0), top_logp) if num_top else None
         return sample_response(sequences, logp if body.prompt_logprobs else None, top)
+
+    @asynccontextmanager
+    async def _seated(self, row: RequestRow, num_samples: int, path: str) -> AsyncIterator[Seat]:
+        """Wait for a turn and for the sampler's place in an engine, and hold both in the block.
+
+        Where the place is not there yet, only requests of this sampler wait for it.
+        """
+        session = session_of(row.id)
+        whose = self.tenant_of(session), session, path
+        async with self._turns.turn(whose, num_samples) as paused:
+            while not self.pool.is_placed(path):
+                with paused():
+                    await self.pool.place(path)
+            with self.pool.held(path) as seat:
+                yield seat
 
     async def _submit(
         self, request: Request, seat: Seat, max_staleness: int | None

@@ -29,10 +29,11 @@ from areal_jax.threads import log_failure
 from areal_jax.tinker import bodies, checkpoints
 from areal_jax.tinker.catalog import Catalog, ServedPolicy
 from areal_jax.tinker.config import TinkerConfig
-from areal_jax.tinker.engine_pool import EnginePool, SamplerWeights
+from areal_jax.tinker.engine_pool import EnginePool
 from areal_jax.tinker.futures import Futures
 from areal_jax.tinker.journal import Journal, ModelRow, RequestRow
 from areal_jax.tinker.messages import ForwardBackward
+from areal_jax.tinker.pooled_engine import SamplerWeights
 from areal_jax.tinker.programs import PromptLogprobs
 from areal_jax.tinker.sampling import SamplingRequests
 from areal_jax.tinker.tenants import SCHEME, QueueFull, Tenant, Tenants, Unknown

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 from areal_jax.errors import InvalidRequest
 from areal_jax.models.config import LoRA
 from areal_jax.parallel.sharding import fetch
-from areal_jax.tinker.engine_pool import SamplerWeights
 from areal_jax.tinker.futures import Futures, error_result, json_result
 from areal_jax.tinker.journal import CheckpointRow, Journal, ModelRow, RequestRow
 from areal_jax.tinker.messages import parse_forward_backward
+from areal_jax.tinker.pooled_engine import SamplerWeights
 from areal_jax.tinker.tenants import SCHEME, Unknown
 from areal_jax.tinker.training import (
     Prepared,

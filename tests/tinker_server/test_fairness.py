@@ -17,7 +17,7 @@ def admitted(works: Sequence[tuple[str, int]], capacity: int, cancelled: int | N
         queue, order, ends = FairQueue(lambda: capacity), list[str](), list[asyncio.Event]()
 
         async def work(tenant: str, size: int) -> None:
-            async with queue.turn(tenant.lower(), tenant, size):
+            async with queue.turn((tenant.lower(), tenant, ""), size):
                 order.append(tenant)
                 ends.append(asyncio.Event())
                 await ends[-1].wait()
@@ -61,3 +61,27 @@ def test_sessions_of_one_tenant_share_its_turns() -> None:
     # Room for two: one of a's sessions and b, although a has three sessions that ask.
     works = [("a", 1), ("A", 1), ("a", 1), ("A", 1), ("b", 1), ("b", 1)]
     assert admitted(works, 2) == "aAbabA"
+
+
+def test_paused_work_delays_only_its_sampler() -> None:
+    async def main() -> str:
+        queue, order, found = FairQueue(lambda: 2), list[str](), asyncio.Event()
+
+        async def work(sampler: str, number: int) -> None:
+            async with queue.turn(("a", "a", sampler), 2) as paused:
+                if sampler == "new" and not found.is_set():
+                    with paused():
+                        await found.wait()
+                order.append(f"{sampler}{number}")
+                await asyncio.sleep(0)
+
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            for number, sampler in enumerate(("new", "new", "old", "old")):
+                tasks.create_task(work(sampler, number))
+            await asyncio.sleep(0.01)
+            order.append("|")
+            found.set()
+        return " ".join(order)
+
+    # One at a time. The second work of the sampler does not begin while the first is paused.
+    assert asyncio.run(main()) == "old2 old3 | new0 new1"
