@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -26,7 +25,7 @@ from areal_jax.records import (
     empty_completion,
 )
 from areal_jax.serve.detokenizer import StreamDetokenizer
-from areal_jax.tinker.bodies import Sample, read_body
+from areal_jax.tinker.bodies import Sample
 from areal_jax.tinker.config import TinkerConfig
 from areal_jax.tinker.engine_pool import EnginePool
 from areal_jax.tinker.fairness import FairQueue
@@ -48,6 +47,8 @@ ScorePrompt: TypeAlias = Callable[[str, np.ndarray, int], Awaitable[PromptLogpro
 @dataclass(eq=False)
 class SamplingRequests:
     """Answers sampling requests, each in a task of its own.
+
+    It has more than 200 lines because turns, places and samples of a request end together.
 
     Attributes:
         pool: Engines.
@@ -74,10 +75,10 @@ class SamplingRequests:
         num_slots = self.config.engine.num_slots
         self._turns = FairQueue(lambda: 2 * num_slots * max(1, self.pool.num_engines))
 
-    def start(self, row: RequestRow, path: str) -> None:
-        """Answer a request with the weights of a path."""
+    def start(self, row: RequestRow, body: Sample, path: str) -> None:
+        """Answer a request, whose body was read, with the weights of a path."""
         session = session_of(row.id)
-        task = asyncio.get_running_loop().create_task(self._answer(row, path))
+        task = asyncio.get_running_loop().create_task(self._answer(row, body, path))
         self.running[row.id] = task
         self.num_unfinished[session] += 1
 
@@ -107,9 +108,8 @@ class SamplingRequests:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _answer(self, row: RequestRow, path: str) -> None:
+    async def _answer(self, row: RequestRow, body: Sample, path: str) -> None:
         try:
-            body = read_body(Sample, json.loads(row.body))
             result = "protobuf", await self._sample(row, body, path)
         except InvalidRequest as error:
             result = error_result(str(error), "user")

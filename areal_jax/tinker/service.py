@@ -106,7 +106,7 @@ class Service:
                 if row.status == "pending":
                     body = bodies.read_body(bodies.Sample, json.loads(row.body))
                     self.futures.watch(row.id, self._num_tokens(body))
-                    self._samples.start(row, path)
+                    self._samples.start(row, body, path)
         loop = asyncio.get_running_loop()
         tasks = [
             loop.create_task(self._queue.run(), name="training queue"),
@@ -377,7 +377,7 @@ class Service:
             num_tokens=self._num_tokens(body),
         )
         if is_new:
-            self._samples.start(row, path)
+            self._samples.start(row, body, path)
         ids = [f"{row.id}:{number}" for number in range(body.num_samples)]
         return {"request_id": row.id, "sample_sequence_ids": ids}
 
