@@ -21,6 +21,7 @@ from urllib.parse import quote, unquote
 
 from areal_jax.errors import ConfigError
 from areal_jax.json_files import read_json
+from areal_jax.metrics.files import write_atomically
 
 PACKAGES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 """By scheme: the package that reads and writes it, and the extra that installs it."""
@@ -157,14 +158,8 @@ class ObjectFolder:
             self._files.put_file(str(file), self._path(name))
 
     def download(self, name: str, file: Path) -> None:
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self._errors():
-                self._files.get_file(self._path(name), str(unfinished))
-            unfinished.replace(file)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with _replaced(file) as unfinished, self._errors():
+            self._files.get_file(self._path(name), str(unfinished))
 
     def delete(self, names: Collection[str]) -> None:
         with self._errors():
@@ -255,10 +250,7 @@ def read_lease_copy(local: Path) -> bytes | None:
 
 
 def write_lease_copy(local: Path, lease: bytes) -> None:
-    path = _beside(local, "lease")
-    unfinished = path.with_name(f"{path.name}.writing")
-    unfinished.write_bytes(lease)
-    unfinished.replace(path)
+    write_atomically(_beside(local, "lease"), lease)
 
 
 def delete_lease_copy(local: Path) -> None:
@@ -279,12 +271,21 @@ def parts_of(name: str, num_bytes: int, first_byte: int = 0) -> Iterator[tuple[s
 
 
 def _join(stored: ObjectFolder, parts: Collection[str], file: Path) -> None:
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with unfinished.open("wb") as joined:
+    with _replaced(file) as unfinished, unfinished.open("wb") as joined:
         for part in parts:
             joined.write(stored.read(part) or b"")
-    unfinished.replace(file)
+
+
+@contextmanager
+def _replaced(file: Path) -> Iterator[Path]:
+    """Yield a path whose file takes the place of `file` at the end of the block."""
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield unfinished
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _delete_others(local: Path, kept: Collection[Path]) -> None:

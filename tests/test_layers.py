@@ -49,7 +49,8 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ORDERS = {
     "floor 0": (
         ("records", "bounds", "errors", "json_files", "image_files", "python_objects", "threads"),
-        ("protocols", "metrics", "parallel", "storage"),
+        ("protocols", "metrics", "parallel"),
+        ("storage",),
     ),
     "run": (
         ("run.lease", "run.summary"),

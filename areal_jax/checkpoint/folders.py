@@ -22,8 +22,8 @@ def find_checkpoints(folder: Path) -> dict[tuple[int, int], Path]:
     """
     if not folder.is_dir():
         return {}
-    names = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
-    return {(int(match[1]), int(match[2] or 0)): path for match, path in names if match}
+    named = ((_version_and_take(path.name), path) for path in folder.iterdir())
+    return {which: path for which, path in named if which}
 
 
 def saved_versions(folder: Path) -> list[int]:
@@ -42,13 +42,19 @@ def newest_whole(names: Collection[str], version: int | None = None) -> set[str]
     """
     parts = {name: name.split("/") for name in names if name.startswith(f"{CHECKPOINTS}/")}
     whole = {
-        (int(match[1]), int(match[2] or 0)): found[1]
+        which: found[1]
         for found in parts.values()
-        if found[2:] == [FILES] and (match := _NAME.fullmatch(found[1]))
-        if version in (None, int(match[1]))
+        if found[2:] == [FILES] and (which := _version_and_take(found[1]))
+        if version in (None, which[0])
     }
     chosen = whole[max(whole)] if whole else None
     return {name for name in names if name not in parts or parts[name][1] == chosen}
+
+
+def _version_and_take(name: str) -> tuple[int, int] | None:
+    """Return what the name of a complete checkpoint says; None: it is none."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
 
 
 def without_checkpoints(names: Collection[str]) -> set[str]:

@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ from areal_jax.run.lease import (
     describe_writers,
     is_at,
     is_of_this_system,
+    is_renewed,
     is_running,
     new_lease,
     parse_lease,
@@ -197,19 +199,14 @@ class Claim:
         )
 
     def _is_renewed(self, found: Mapping[str, Any]) -> bool:
-        """Whether the lease changes within LEASE_S. Clocks of two hosts are not compared."""
+        """Whether the lease changes within LEASE_S."""
         logger.warning(
             "%s is claimed by %s: waiting %g s for its lease to be renewed",
             self.folder,
             describe_holder(found),
             LEASE_S,
         )
-        deadline_s = time.monotonic() + LEASE_S
-        while time.monotonic() < deadline_s:
-            if read_lease(self._path) != found:
-                return True
-            time.sleep(min(0.5, LEASE_S / 10))
-        return False
+        return is_renewed(partial(read_lease, self._path), found, LEASE_S, 0.5)
 
     def _write_lease(self, token: str) -> None:
         assert self._fd is not None

@@ -8,12 +8,14 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
+
+T = TypeVar("T")
 
 SETTLE_S = 1.0
 """Wait of a claimant where locks do not work, before it checks that no other process has claimed at
@@ -111,6 +113,23 @@ def await_lease(path: Path) -> dict[str, Any]:
     while not (found := read_lease(path)) and time.monotonic() < deadline_s:
         time.sleep(0.02)
     return found
+
+
+def is_renewed(read: Callable[[], T], found: T, lease_s: float, interval_s: float) -> bool:
+    """Whether a lease changes within a time. Clocks of two hosts are not compared.
+
+    Args:
+        read: reads it.
+        found: the lease as it was read before.
+        lease_s: longest wait.
+        interval_s: longest time between two reads.
+    """
+    deadline_s = time.monotonic() + lease_s
+    while time.monotonic() < deadline_s:
+        if read() != found:
+            return True
+        time.sleep(min(interval_s, lease_s / 10))
+    return False
 
 
 def is_running(found: Mapping[str, Any]) -> bool:

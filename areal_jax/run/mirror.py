@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
@@ -34,6 +35,7 @@ from areal_jax.run.lease import (
     SETTLE_S,
     describe_holder,
     is_of_this_system,
+    is_renewed,
     is_running,
     new_lease,
     parse_lease,
@@ -156,7 +158,7 @@ class Uploader:
         """
         if seen is None or seen[1] > num_bytes:
             seen, kept = None, {part for part, _ in parts_of(name, num_bytes)}
-            # First, the last one first: what is left at any time is a beginning of the old file.
+            # Delete before writing, from the end: a kill leaves the beginning of the old file.
             others = [part for part in self._stored.names() if part.startswith(f"{name}/")]
             self._stored.delete(sorted(set(others) - kept, reverse=True))
         for part, start in parts_of(name, num_bytes, seen[1] if seen else 0):
@@ -172,7 +174,7 @@ class Uploader:
         self._stored.upload(folder / FILES, self._name(folder / FILES))
 
     def _delete_checkpoints(self, is_deleted: Callable[[str], bool]) -> None:
-        """Delete stored checkpoints, files.json first: what is left is no checkpoint."""
+        """Delete stored checkpoints, files.json first: a checkpoint without it is never read."""
         names = [
             name
             for name in self._stored.names()
@@ -228,7 +230,7 @@ class Mirror:
         threading.Thread(target=self._renew, name=f"lease of {url}", daemon=True).start()
 
     def close(self) -> None:
-        """Store what is left, end the threads, and give the lease back.
+        """Store the remaining changes, end the threads, and delete the lease.
 
         Raises:
             NotSaved: it could not be stored.
@@ -277,12 +279,7 @@ class Mirror:
             describe_holder(found),
             LEASE_S,
         )
-        deadline_s = time.monotonic() + LEASE_S
-        while time.monotonic() < deadline_s:
-            if self._stored.read(LEASE) != lease:
-                return True
-            time.sleep(min(2.0, LEASE_S / 10))
-        return False
+        return is_renewed(partial(self._stored.read, LEASE), lease, LEASE_S, 2.0)
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_S):
