@@ -65,6 +65,8 @@ class FairQueue:
             yield
         finally:
             self._paused[whose] -= 1
+            if not self._paused[whose]:
+                del self._paused[whose]
             # It goes on at once, also beyond the capacity.
             self._add(whose, size)
             self._admit()
