@@ -115,14 +115,14 @@ def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
     of_run = f"{name}_{seed}"
     rows = run_all({of_run: settings}, folder, NUM_STEPS)[of_run]
     scores = {str(row["version"]): row[names.PASS_AT_1] for row in rows if names.PASS_AT_1 in row}
-    return {"environment": name, "seed": seed, "pass_at_1": scores}
+    return {"game": name, "seed": seed, "pass_at_1": scores}
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print and plot all curves."""
     curves: dict[str, dict[int, Mapping[str, float]]] = defaultdict(dict)
     for row in rows:
-        curves[row["environment"]][row["seed"]] = row["pass_at_1"]
+        curves[row["game"]][row["seed"]] = row["pass_at_1"]
     table = Table("environment", "seed", "pass@1 after steps", title=NAME)
     figure = new_figure(11.0, 2.8)
     for axes, (name, seeds) in zip(
@@ -159,7 +159,7 @@ def main() -> None:
     for name in options.only.split(","):
         for seed in map(int, options.seeds.split(",")):
             stored = jsonl.read(where) if where.exists() else ()
-            if not any((each["environment"], each["seed"]) == (name, seed) for each in stored):
+            if not any((each["game"], each["seed"]) == (name, seed) for each in stored):
                 append(NAME, run(name, seed, options.folder))
     show(list(jsonl.read(where)))
 

@@ -19,6 +19,9 @@ def append(name: str, row: Mapping[str, object]) -> None:
     """Append a row to results/NAME.jsonl and print it.
 
     The row also has the command, commit, versions and machine.
+
+    Raises:
+        ValueError: the row has a key of these.
     """
     device = jax.devices()[0]
     cores = f"{len(os.sched_getaffinity(0))} CPU threads"
@@ -32,6 +35,8 @@ def append(name: str, row: Mapping[str, object]) -> None:
         "command": " ".join(["python", *sys.argv]),
         "environment": environment(devices),
     }
+    if taken := ran.keys() & row.keys():
+        raise ValueError(f"expected other keys than {', '.join(sorted(ran))}, found {taken}")
     FOLDER.mkdir(exist_ok=True)
     with (FOLDER / f"{name}.jsonl").open("a") as file:
         file.write(json.dumps({**ran, **row}) + "\n")
