@@ -226,10 +226,12 @@ def main() -> None:
             # The folder is deleted: later compilations must not look for it.
             jax.config.update("jax_compilation_cache_dir", None)
             compilation_cache.reset_cache()
-    lay_out = jax.jit(
-        lambda key: engine.layout(policy.init(key)), out_shardings=engine.param_shardings
-    )
-    weights = [Weights(0, jax.block_until_ready(lay_out(jax.random.key(seed)))) for seed in (0, 1)]
+    # In one program, which slices random numbers, XLA for GPUs took more than two minutes.
+    init = jax.jit(policy.init)
+    lay_out = jax.jit(engine.layout, out_shardings=engine.param_shardings, donate_argnums=0)
+    weights = [
+        Weights(0, jax.block_until_ready(lay_out(init(jax.random.key(seed))))) for seed in (0, 1)
+    ]
     vocab_size = policy.config.vocab_size
     requests = [
         Request(

@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.blocked_attention import ATTENDED, Visibility, blocked_attention
 from areal_jax.models.decoder import Attend
-from areal_jax.models.kernel_attention import TILE, gpu_attention, tpu_attention
+from areal_jax.models.gpu_packed_attention import gpu_attention
+from areal_jax.models.tpu_packed_attention import TILE, tpu_attention
 from areal_jax.parallel.sharding import Rules, num_shards, sharding
 
 Kernel: TypeAlias = Literal["dense", "blocked", "gpu", "tpu"]
@@ -62,14 +63,12 @@ def find_slow_attention(
         config: architecture.
         shares_prefixes: whether sequences of a row share tokens.
     """
-    if platform == "cpu" or kernel == "dense":
+    if platform == "cpu" or kernel in ("dense", "gpu"):
         return ""
     if shares_prefixes:
-        return "kernels know no shared prefixes; set trainer.share_prefixes=false to use them"
+        return "the kernel tpu knows no shared prefixes; set trainer.share_prefixes=never to use it"
     if config.traits.has_sinks:
         return f"the kernel {kernel} supports no attention sinks"
-    if kernel == "gpu" and any(config.sliding_windows):
-        return "the kernel gpu supports no sliding windows"
     return ""
 
 
@@ -128,10 +127,10 @@ def packed_attention(
     Args:
         segment_ids: segment of each token.
         kernel: see `choose_kernel`.
-        shared: keys that each query sees, if sequences share tokens, which the kernels "gpu" and
-            "tpu" do not support; None: those of its segment.
+        shared: keys that each query sees, if sequences share tokens, which the kernel "tpu" does
+            not support; None: those of its segment.
     """
-    assert shared is None or kernel in ("dense", "blocked")
+    assert shared is None or kernel != "tpu"
     # Once for all layers.
     visibility = Visibility.of_segments(segment_ids) if shared is None else shared
 
@@ -150,9 +149,9 @@ def packed_attention(
                 out = checkpoint_name(out, ATTENDED)
             case "tpu" if sinks is None:
                 out = tpu_attention(q, k, v, segment_ids, window=window)
-            case "gpu" if window is None and sinks is None:
-                out = gpu_attention(q, k, v, segment_ids)
-            case _:  # jax's kernels do not support sinks, nor the one for GPUs windows
+            case "gpu":
+                out = gpu_attention(q, k, v, visibility, window, sinks)
+            case _:  # jax's kernel for TPUs does not support sinks
                 out = blocked_attention(q, k, v, visibility, window, sinks=sinks)
         return out, None
 

@@ -403,16 +403,7 @@ def is_stacked(path: tuple[Any, ...]) -> bool:
     return path[0] == "layers" or path[:2] in (("vision", "blocks"), ("vision", "deep_mergers"))
 
 
-def _is_kernel(primitive: Any, *_: Any, **settings: Any) -> bool:
-    """Whether this is jax's GPU kernel: its residuals have no checkpoint name, and it is inside a
-    custom_vjp_call.
-    """
-    return primitive.name == "custom_vjp_call" and "pallas_call" in str(settings["call_jaxpr"])
-
-
-_ATTENTION = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.save_only_these_names(ATTENDED), _is_kernel
-)
+_ATTENTION = jax.checkpoint_policies.save_only_these_names(ATTENDED)
 
 _SAVED = {
     "dots": jax.checkpoint_policies.save_from_both_policies(

@@ -129,7 +129,7 @@ def shares_prefixes(plan: TrainingPlan) -> bool:
             return False
         case "auto":
             platform = plan.train_mesh.devices.flat[0].platform
-            return can_share and choose_kernel(platform, plan.row_tokens) in ("dense", "blocked")
+            return can_share and choose_kernel(platform, plan.row_tokens) != "tpu"
 
 
 def trainable_model(plan: TrainingPlan, params: Params, base: Params | None) -> TrainableModel:

@@ -203,8 +203,8 @@ class Forward:
         )
         if slow:
             logger.warning("slow path part=training kernel=blocked platform=%s: %s", platform, slow)
-        if shares_prefixes and self.kernel != "dense":
-            self.kernel = "blocked"  # the other kernels know segments only
+        if shares_prefixes and self.kernel == "tpu":
+            self.kernel = "blocked"  # the one for TPUs knows segments only
         self.rows = config.rows_per_micro_batch * num_shards(mesh, "batch", TRAIN_RULES)
         self.chunk_tokens = (
             config.logp_chunk_tokens

@@ -13,8 +13,8 @@ from areal_jax.models import lora
 from areal_jax.models.architecture import MoEConfig
 from areal_jax.models.attention import choose_kernel
 from areal_jax.models.decoder import Policy
-from areal_jax.models.kernel_attention import LANES
 from areal_jax.models.moe import row_layout
+from areal_jax.models.tpu_packed_attention import LANES
 from areal_jax.parallel.sharding import TRAIN_RULES, bytes_per_device, num_shards, shardings
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import critic_config

@@ -16,7 +16,8 @@ from areal_jax.models.attention import (
     sharded_attention,
 )
 from areal_jax.models.blocked_attention import Visibility, blocked_attention
-from areal_jax.models.kernel_attention import gpu_attention, tpu_attention
+from areal_jax.models.gpu_packed_attention import gpu_attention
+from areal_jax.models.tpu_packed_attention import tpu_attention
 from areal_jax.parallel.sharding import TRAIN_RULES
 
 
@@ -81,7 +82,7 @@ WAYS: dict[str, Callable[..., jax.Array]] = {
     "blocked, small blocks": lambda q, k, v, window: blocked_attention(
         q, k, v, VISIBILITY, window, 16
     ),
-    "gpu": lambda q, k, v, window: gpu_attention(q, k, v, SEGMENTS, interpret=True),
+    "gpu": lambda q, k, v, window: gpu_attention(q, k, v, VISIBILITY, window, interpret=True),
     "tpu": lambda q, k, v, window: tpu_attention(q, k, v, SEGMENTS, window=window, interpret=True),
 }
 
@@ -109,7 +110,7 @@ def outs_and_gradients(
 
 @pytest.mark.parametrize(
     ("way", "window"),
-    [(way, w) for way in WAYS for w in (None, WINDOW) if (way, w) != ("gpu", WINDOW)],
+    [(way, w) for way in WAYS for w in (None, WINDOW)],
 )
 @pytest.mark.slow
 def test_every_packed_kernel_matches_the_formula(way: str, window: int | None) -> None:

@@ -1,11 +1,10 @@
-"""Packed attention with jax's kernels for GPUs and TPUs; memory is linear in the row length.
+"""Packed attention with jax's kernel for TPUs; memory is linear in the row length.
 
 Axes: B rows, T tokens, N query heads, K key-value heads, H head size.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import cast
 
 import jax
@@ -17,43 +16,10 @@ from jaxtyping import Array, Float, Int
 from areal_jax.models.blocked_attention import ATTENDED
 
 TILE = 128
-"""Rows are padded to a multiple of this, the smallest efficient block of both kernels."""
+"""Rows are padded to a multiple of this, the smallest efficient block."""
 
 LANES = 128
 """Head sizes of splash attention are multiples of this."""
-
-
-def gpu_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    segment_ids: Int[Array, "B T"],
-    *,
-    interpret: bool = False,
-) -> Float[Array, "B T N H"]:
-    """Compute causal attention within segments with jax's Pallas kernel for GPUs.
-
-    jax's interface to cuDNN supports segments only through a mask of [T, T]. The Pallas kernel does
-    not support grouped heads, so keys and values are repeated.
-
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        segment_ids: segment of each token.
-        interpret: run the kernel in interpret mode, without a GPU.
-    """
-    with warnings.catch_warnings():
-        # Deprecated since jax 0.12, which refers to another package; imported on GPUs only.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas.ops.gpu import attention as gpu
-    T, N, H = q.shape[1:]
-    k, v = (jnp.repeat(x, N // k.shape[2], axis=2) for x in (k, v))
-    q, k, v, segment_ids = (_padded(x) for x in (q, k, v, segment_ids))
-    out = cast(
-        Array, gpu.mha(q, k, v, segment_ids, sm_scale=H**-0.5, causal=True, interpret=interpret)
-    )
-    return out[:, :T]
 
 
 def tpu_attention(
