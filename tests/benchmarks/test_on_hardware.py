@@ -19,14 +19,22 @@ def test_kernels_of_this_machine_agree_with_the_formula() -> None:
         *kernel_parity.paged("cpu", dtype),
         *kernel_parity.logprobs(dtype),
     ]
-    assert len(cases) == 16
+    assert len(cases) == 17
     assert max(case.error for case in cases) < 1e-5
 
 
 def test_errors_are_relative_to_the_largest_number() -> None:
     expected = {"a": np.array([1.0, -4.0]), "b": np.array([0.5])}
     found = {"a": np.array([1.0, -3.9]), "b": np.array([0.52])}
-    assert kernel_parity.compare("", "", found, expected).error == pytest.approx(0.04)
+    assert kernel_parity.compare("", "", lambda: found, expected).error == pytest.approx(0.04)
+
+
+def test_what_a_kernel_raises_is_its_result() -> None:
+    def fail() -> None:
+        raise ValueError("no such block")
+
+    case = kernel_parity.compare("", "", fail, {})
+    assert np.isnan(case.error) and case.raised == "ValueError: no such block"
 
 
 @pytest.mark.slow
