@@ -74,9 +74,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def experiment_of(question: ClusterQuestion) -> Experiment:
     """The settings on which the programs of a run on a cluster depend: rows of the maximum length,
-    one for each micro-batch, and half of the devices to decode where their number is not given.
+    one for each micro-batch, and half of the devices to decode where their number is not given. A
+    single device does both.
+
+    Raises:
+        ConfigError: no device is left to train.
     """
-    rollout = question.rollout_devices or question.devices // 2
+    rollout = question.rollout_devices or max(1, question.devices // 2)
+    train = question.devices - rollout if question.devices > 1 else 1
+    if train < 1:
+        raise ConfigError(
+            f"rollout_devices={rollout} of devices={question.devices}: expected at least one "
+            "device to train"
+        )
     shards = question.devices_per_engine or 1
     return Experiment(
         name=question.model,
@@ -89,7 +99,7 @@ def experiment_of(question: ClusterQuestion) -> Experiment:
         ),
         trainer=TrainerConfig(rows_per_micro_batch=1),
         placement=PlacementConfig(
-            train_devices=question.devices - rollout, rollout_devices=rollout, rollout_tensor=shards
+            train_devices=train, rollout_devices=rollout, rollout_tensor=shards
         ),
     )
 

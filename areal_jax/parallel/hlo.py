@@ -32,11 +32,10 @@ KINDS = (
 
 KERNEL_PRODUCTS = (
     *(("_dkv", 4), ("_dq", 3), ("mha_fwd", 2), ("splash_mha", 2)),
-    *(("mha_forward", 2), ("mha_preprocess_backward", 0), ("mha_backward", 7)),
-    ("paged_attention", 2),
+    *(("packed_attention", 2), ("paged_attention", 2)),
 )
 """Products of queries and keys in an attention kernel, by a part of its name (FlashAttention-2,
-arXiv:2307.08691, section 3.1); jax's backward kernel for GPUs is `_dkv` and `_dq` in one."""
+arXiv:2307.08691, section 3.1)."""
 
 _BITS = re.compile(r"[a-z]+(\d+)")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^{}]*)\})?")
@@ -264,7 +263,7 @@ class Program:
                 for called in instruction.called("to_apply"):
                     overlaps = _overlaps(computation, instruction)
                     work.add(self._work_of(called).overlapping(overlaps))
-            case "fusion":
+            case "fusion" | "fusion-start":
                 (called,) = instruction.called("calls")
                 for inner in self._inside(called):
                     self._add_own(work, *inner)
@@ -384,7 +383,8 @@ class Program:
             replaced = _source(inner, root.operands[0])
             total += 2 * _main_bytes(inner.instructions[root.operands[-1]])
         else:
-            total += _main_bytes(fusion)
+            # A start also returns its operands.
+            total += _main_bytes(inner.root if fusion.opcode == "fusion-start" else fusion)
         for operand, parameter in zip(_inputs(computation, fusion), inner.parameters, strict=False):
             if parameter.name == replaced:
                 continue

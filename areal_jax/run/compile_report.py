@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, use_abstract_mesh
 
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.errors import config_errors
@@ -238,7 +238,9 @@ def _compile(job: Job, device: Device) -> ProgramReport:
     name, compile_it = job.program
     start_s = time.perf_counter()
     try:
-        compiled = compile_it()
+        # On a single device nothing else tells the kernels for GPUs which one it is.
+        with use_abstract_mesh(job.mesh.abstract_mesh):
+            compiled = compile_it()
     except jax.errors.JaxRuntimeError as error:
         if (sizes := exceeded_memory(error)) is None:
             raise

@@ -196,11 +196,25 @@ def engine_jobs(plan: Plan) -> Iterator[Job]:
 
 
 def exceeded_memory(error: jax.errors.JaxRuntimeError) -> str | None:
-    """Return the memory that the compiler found too little; None for other errors."""
-    if "RESOURCE_EXHAUSTED" not in str(error):
+    """Return the device memory that a program needs, by XLA's error; None for other errors.
+
+    What exceeds a kernel's own memory (VMEM, SMEM, shared memory) is no lack of device memory,
+    although XLA calls it RESOURCE_EXHAUSTED as well: no setting of a run would mend it.
+    """
+    found = _NO_MEMORY.search(str(error))
+    if found is None:
         return None
-    sizes = re.findall(r"\b(\d[\d.]*[KMG])\b", str(error))
-    return f"{sizes[0]} of {sizes[1]} by XLA" if len(sizes) > 1 else "by XLA"
+    needs, has, allocates = found.groups()
+    return f"{allocates} in one array" if allocates else f"{needs} of {has} by XLA"
+
+
+_NO_MEMORY = re.compile(
+    r"Ran out of memory "
+    r"(?:on HBM, the total memory required for .*? \(|in memory space hbm.*?Used )"
+    r"([\d.]+[KMGT]?)\)? (?:exceeds available HBM \(|of )([\d.]+[KMGT]?)"
+    r"|[Oo]ut of memory (?:while trying to allocate|allocating) ([\d.]+ ?\w+)",
+    re.DOTALL,
+)
 
 
 def _bytes(tree: object) -> int:

@@ -150,8 +150,8 @@ class TrainerConfig:
     share_prefixes: Literal["auto", "always", "never"] = chz.field(
         default="auto",
         doc="pack tokens once with which several samples begin, such as the prompt of a group; "
-        "auto: where attention is as fast with them (on CPUs), always: with attention in plain XLA "
-        "on GPUs and TPUs",
+        "auto: where attention is as fast with them (on CPUs and GPUs), always: on TPUs with "
+        "attention in plain XLA",
     )
     row_image_tokens: int = chz.field(
         validator=NOT_NEGATIVE,

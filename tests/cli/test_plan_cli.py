@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_jax.cli.plan import find_model, main
+from areal_jax.cli.plan import experiment_of, find_model, main
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.errors import ConfigError
+from areal_jax.sim.config import ClusterQuestion
 
 SMALL = (
     "devices=3",
@@ -34,6 +35,10 @@ def test_plan_is_printed_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "reported"),
     [
+        (
+            ["model=qwen2.5-0.5b", *SMALL, "rollout_devices=3", "--compile-for=h100:3"],
+            "rollout_devices=3 of devices=3: expected at least one device to train",
+        ),
         (
             ["model=gpt-5", *SMALL],
             "model=gpt-5: expected the name of a known policy (qwen2.5-0.5b",
@@ -70,6 +75,15 @@ def test_an_unknown_key_of_a_folder_names_the_planners_setting(tmp_path: Path) -
     ):
         find_model(str(tmp_path))
     assert find_model(str(tmp_path), ("frobnicate",)).num_params < 1e7
+
+
+@pytest.mark.parametrize(("devices", "train", "rollout"), [(1, 1, 1), (3, 2, 1), (8, 4, 4)])
+def test_half_of_the_devices_decode_and_a_single_one_is_shared(
+    devices: int, train: int, rollout: int
+) -> None:
+    question = ClusterQuestion(model="qwen2.5-0.5b", devices=devices, context=1024)
+    placement = experiment_of(question).placement
+    assert (placement.train_devices, placement.rollout_devices) == (train, rollout)
 
 
 def test_planning_imports_no_jax() -> None:

@@ -24,6 +24,7 @@ SHAPE = {
 }
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("topology", ["2xh200:8", "b200:8"])
 def test_gathers_and_scatters_of_training_overlap_with_compute(
     topology: str, tmp_path: Path
@@ -35,7 +36,7 @@ def test_gathers_and_scatters_of_training_overlap_with_compute(
         [sys.executable, "-m", "areal_jax.plan", *question, f"--compile-for={topology}"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1100,
         check=False,
         env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"},
     )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accelerators import lowering_for
 from jax.sharding import AxisType
 
 from areal_jax.models.attention import (
@@ -147,18 +148,13 @@ def test_sharding_rows_and_heads_keeps_attention(mesh: dict[str, int], kernel: K
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.slow
 def test_accelerators_use_kernels_for_long_rows(platform: str) -> None:
-    if platform == "cuda" and jax.__version_info__ >= (0, 12):
-        pytest.skip("since jax 0.12, GPU kernels can be lowered on GPUs only")
     kernel = choose_kernel(platform, 1024)
     shapes = [jax.ShapeDtypeStruct((1, 1024, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
     attend = packed_attention(jnp.ones((1, 1024), jnp.int32), kernel)
     loss = lambda q, k, v: attend(q, k, v, None)[0].astype(jnp.float32).sum()  # noqa: E731
-    lowered = (
-        jax.jit(jax.grad(loss, (0, 1, 2)))
-        .trace(*shapes)
-        .lower(lowering_platforms=(platform,))
-        .as_text()
-    )
+    with lowering_for(platform):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes)
+        lowered = traced.lower(lowering_platforms=(platform,)).as_text()
     # One kernel forward and two backward: of keys and queries, or of row sums and the rest.
     assert len(re.findall(r"custom_call @(tpu_custom_call|__gpu\$xla\.gpu\.triton)", lowered)) == 3
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accelerators import lowering_for
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
@@ -125,8 +126,6 @@ def test_quantized_pages_bound_the_error_by_the_largest_number(dtype: str, most:
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_accelerators_use_paged_kernels(platform: str):
-    if platform == "cuda" and jax.__version_info__ >= (0, 12):
-        pytest.skip("since jax 0.12, GPU kernels can be lowered on GPUs only")
     size = 80 if platform == "cuda" else 128
     assert choose_paged_kernel(platform, size, 16) == ("gpu" if platform == "cuda" else "tpu")
     q, page = (
@@ -147,7 +146,9 @@ def test_accelerators_use_paged_kernels(platform: str):
         (kernel, (q, narrow, narrow, scale, scale, table, lengths)),
     ]
     for function, shapes in calls:
-        lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+        with lowering_for(platform):
+            traced = jax.jit(function).trace(*shapes)
+            lowered = traced.lower(lowering_platforms=(platform,)).as_text()
         assert (
             len(re.findall(r"custom_call @(tpu_custom_call|__gpu\$xla\.gpu\.triton)", lowered)) == 1
         )

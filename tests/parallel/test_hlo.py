@@ -217,3 +217,27 @@ def test_attributes_of_a_kernel_end_no_computation() -> None:
 def test_text_without_entry_is_refused() -> None:
     with pytest.raises(ValueError, match="no ENTRY"):
         Program("HloModule empty")
+
+
+ASYNCHRONOUS_SLICE = """\
+HloModule sliced, is_scheduled=true
+
+%fused (stack: f32[28,64,32], at: s32[]) -> f32[1,64,32] {
+  %stack = f32[28,64,32]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = f32[1,64,32]{2,1,0} dynamic-slice(%stack, %at, %zero, %zero), dynamic_slice_sizes={1,64,32}
+}
+
+ENTRY %main (weights: f32[28,64,32], layer: s32[]) -> f32[1,64,32] {
+  %weights = f32[28,64,32]{2,1,0} parameter(0)
+  %layer = s32[] parameter(1)
+  %begun = ((f32[28,64,32]{2,1,0}, s32[]), f32[1,64,32]{2,1,0}, u32[]) fusion-start(%weights, %layer), kind=kLoop, calls=%fused
+  ROOT %ended = f32[1,64,32]{2,1,0} fusion-done(%begun)
+}
+"""
+
+
+def test_slices_that_start_early_move_only_the_slice() -> None:
+    slice_bytes, index_bytes = 64 * 32 * 4, 4
+    assert Program(ASYNCHRONOUS_SLICE).work().num_bytes == 2 * slice_bytes + index_bytes
