@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
-import aiohttp
-
 from areal_jax.errors import first_error
 from areal_jax.records import RewardResult, Task
 from areal_jax.rewards.config import JudgeConfig
-
-KEY_VARIABLE = "OPENAI_API_KEY"
-"""Environment variable with the server's API key."""
-
-RETRIES_S = (0.5, 2.0, 8.0)
-"""Waits before retries of a busy or restarting server; the last one is repeated."""
-
-MAX_CONNECTIONS = 64
-"""Largest number of votes asked for at the same time."""
+from areal_jax.rewards.http_client import ModelClient, Refused
 
 MAX_UNSCORED = 4
 """Votes without a score after which the judge is not asked again."""
@@ -52,12 +39,10 @@ class Judge:
     def __init__(self, config: JudgeConfig) -> None:
         """Create the judge; it connects with its first answer."""
         self.config = config
-        self._session: aiohttp.ClientSession | None = None
+        self._client = ModelClient(config.url)
         self._model = config.model
-        self._places = asyncio.Semaphore(MAX_CONNECTIONS)
         self._num_answers = self._num_votes = self._num_tokens = self._num_unscored = 0
         self._disagreement = 0.0
-        self._last_failure = "it did not answer"
 
     async def __call__(self, task: Task, answer: str, verified: RewardResult) -> RewardResult:
         """Return the result of the verifier with the judge's share.
@@ -75,9 +60,9 @@ class Judge:
             detail = (
                 f"no verdict of {config.url} within rewards.judge.timeout_s={config.timeout_s:g} s"
             )
-            return RewardResult("infrastructure", f"{detail}: {self._last_failure}")
+            return RewardResult("infrastructure", f"{detail}: {self._client.last_failure}")
         except Exception as error:  # re-raised, unless there is no verdict
-            if not isinstance(refused := first_error(error), _Refused):
+            if not isinstance(refused := first_error(error), Refused):
                 raise
             return RewardResult("infrastructure", f"the judge at {config.url}: {refused}")
         if config.weight == 1:
@@ -101,8 +86,7 @@ class Judge:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self._client.close()
 
     async def _judge(self, task: Task, answer: str) -> Verdict:
         texts = {
@@ -133,17 +117,17 @@ class Judge:
                 "temperature": config.temperature,
                 "max_tokens": config.max_new_tokens,
             }
-            reply = await self._call("chat/completions", body)
+            reply = await self._client.call("chat/completions", body)
             try:
                 text = reply["choices"][0]["message"]["content"] or ""
                 self._num_tokens += int(reply.get("usage", {}).get("total_tokens", 0))
             except (KeyError, IndexError, TypeError, ValueError) as error:
-                raise _Refused(f"expected a chat completion, found {str(reply)[:100]}") from error
+                raise Refused(f"expected a chat completion, found {str(reply)[:100]}") from error
             self._num_votes += 1
             if (score := read_score(text, config.max_score)) is not None:
                 return score
             self._num_unscored += 1
-        raise _Refused(
+        raise Refused(
             f"expected a line such as 'Score: 7' from 0 to {config.max_score:g}, found none in "
             f"{MAX_UNSCORED} votes, the last of which ends with {text[-100:]!r}; set "
             "rewards.judge.rubric or max_new_tokens"
@@ -151,43 +135,15 @@ class Judge:
 
     async def _find_model(self) -> str:
         if self._model is None:
-            models = await self._call("models", None)
+            models = await self._client.call("models", None)
             names = [str(model["id"]) for model in models.get("data", ())]
             if len(names) != 1:
-                raise _Refused(
+                raise Refused(
                     f"expected one model, found {', '.join(names) or 'none'}; set "
                     "rewards.judge.model"
                 )
             self._model = names[0]
         return self._model
-
-    async def _call(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the reply to a request; retry until the caller's deadline."""
-        if self._session is None:
-            key = os.environ.get(KEY_VARIABLE)
-            headers = {"Authorization": f"Bearer {key}"} if key else {}
-            self._session = aiohttp.ClientSession(headers=headers)
-        url, attempt = f"{self.config.url.rstrip('/')}/{path}", 0
-        while True:
-            try:
-                async with (
-                    self._places,
-                    self._session.request("GET" if body is None else "POST", url, json=body) as got,
-                ):
-                    text = await got.text()
-                    if got.status < 300:
-                        return json.loads(text)
-                    if got.status < 500 and got.status not in (408, 409, 429):
-                        raise _Refused(f"{got.status} {text[:200]}")
-                    self._last_failure = f"{got.status} {text[:200]}"
-            except (aiohttp.ClientError, OSError, ValueError) as error:
-                self._last_failure = f"{type(error).__name__}: {error}"
-            await asyncio.sleep(RETRIES_S[min(attempt, len(RETRIES_S) - 1)])
-            attempt += 1
-
-
-class _Refused(Exception):
-    """There is no verdict, however often it is asked for."""
 
 
 def read_score(text: str, max_score: float) -> float | None:

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from areal_jax.records import Message, RewardResult, Task
-from areal_jax.rewards import judge
+from areal_jax.rewards import http_client
 from areal_jax.rewards.config import JudgeConfig, RewardConfig
 from areal_jax.rewards.judge import read_score
 from areal_jax.rewards.service import RewardService
@@ -131,7 +131,7 @@ def test_judge_and_verifier_are_named_components() -> None:
 
 
 def test_busy_judge_is_asked_again_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "RETRIES_S", (0.01,))
+    monkeypatch.setattr(http_client, "RETRIES_S", (0.01,))
     server = Server(503, 429, 500, "Score: 5")
 
     async def act(service: RewardService) -> None:
@@ -160,7 +160,7 @@ def test_missing_verdict_fails_the_answer(script: str | int, words: str) -> None
 
 
 def test_server_that_comes_back_in_time_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "RETRIES_S", (0.05,))
+    monkeypatch.setattr(http_client, "RETRIES_S", (0.05,))
 
     async def main() -> None:
         first, second = Server("Score: 2"), Server("Score: 8")
