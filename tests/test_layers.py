@@ -57,6 +57,7 @@ ORDERS = {
         (
             "run.claim",
             "run.models",
+            "run.reward_model",
             "run.stopping",
             "run.teacher_input",
             "run.generation",

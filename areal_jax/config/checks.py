@@ -49,6 +49,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     yield from _one_adapter(experiment)
     yield from _no_offload_with_adapter(experiment)
     yield from _raw_rewards(experiment)
+    yield from _reward_model(experiment)
     yield from _python_objects(experiment)
     yield from _known_workflow(experiment)
     yield from _usable_tools(experiment)
@@ -262,7 +263,7 @@ def _named_components(experiment: Experiment) -> Iterator[str]:
     if not isinstance(experiment.trainer.advantages, GDPO):
         return
     rewards = experiment.rewards
-    names_them = rewards.function is not None or rewards.judge is not None
+    names_them = any((rewards.function, rewards.judge, rewards.model))
     if not names_them and not isinstance(experiment.workflow, Agent | CustomWorkflow):
         yield (
             "trainer.advantages=GDPO needs rewards with named components; set rewards.function to "
@@ -364,8 +365,12 @@ def _raw_rewards(experiment: AnyExperiment) -> Iterator[str]:
     rewards, chosen = experiment.rewards, experiment.workflow
     if rewards.scale != "raw":
         return
-    if rewards.function is None and not isinstance(chosen, Agent | Environment):
-        yield "rewards.scale=raw needs a reward function; set rewards.function, or leave it out"
+    names_reward = rewards.function is not None or rewards.model is not None
+    if not names_reward and not isinstance(chosen, Agent | Environment):
+        yield (
+            "rewards.scale=raw needs a reward function or a reward model; set rewards.function or "
+            "rewards.model.path, or leave it out"
+        )
     if rewards.judge is not None:
         yield "rewards.scale=raw with rewards.judge, whose scores are from 0 to 1; leave out one"
     if rewards.form is not None and rewards.no_answer is None:
@@ -385,6 +390,27 @@ def _raw_rewards(experiment: AnyExperiment) -> Iterator[str]:
                     f"rollout.{name}={bound} counts correct answers, and rewards.scale=raw has "
                     f"none; set rollout.{name}=none"
                 )
+
+
+def _reward_model(experiment: AnyExperiment) -> Iterator[str]:
+    """A reward model is in one place, and scores what nothing else scores."""
+    model = experiment.rewards.model
+    if model is None:
+        return
+    if (model.path is None) == (model.url is None):
+        yield (
+            f"rewards.model.path={model.path} and rewards.model.url={model.url}: a reward model is "
+            "a folder or behind a URL; set one of them"
+        )
+    if experiment.rewards.judge is not None:
+        yield "rewards.model with rewards.judge, which both score answers; leave out one"
+    if model.path is not None and isinstance(experiment.launch, Ray):
+        yield (
+            f"rewards.model.path={model.path} with launch=Ray, whose reward workers have no "
+            "devices; serve it with areal-serve, and set rewards.model.url"
+        )
+    if isinstance(experiment.workflow, Environment):
+        yield "rewards.model with workflow=Environment, whose steps have the rewards; leave it out"
 
 
 def _usable_tools(experiment: AnyExperiment) -> Iterator[str]:

@@ -180,6 +180,10 @@ _REWARDS = (
     Entry("judge_unscored", "votes without a score, asked for again", "votes", "near 0"),
     Entry("judge_tokens", "tokens that votes took, prompts too", "tokens"),
     Entry("judge_disagreement", "mean standard deviation of the votes on one answer", "share"),
+    Entry("model_answers", "answers that rewards.model scored", "answers"),
+    Entry("model_s", "time of these answers until their scores, waits for a batch too", "s"),
+    Entry("model_tokens", "tokens of the scored conversations", "tokens"),
+    Entry("model_batches", "batches that rewards.model.path scored", "batches"),
     Entry("workers", "connected reward workers", "workers", "the configured number"),
     Entry("workers_lost", "reward workers that died since the start of the run", "workers", "0"),
 )

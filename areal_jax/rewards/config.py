@@ -117,6 +117,47 @@ class JudgeConfig:
 
 
 @chz.chz
+class RewardModelConfig:
+    """A trained reward model that scores conversations: on the devices of decoding, or behind a
+    URL. The chat template is its own.
+    """
+
+    path: str | None = chz.field(
+        default=None,
+        doc="Hugging Face folder or hub name of a sequence classifier with one label, such as "
+        "RUN_FOLDER/policy of --exp=reward_model; it is scored on one rollout device",
+    )
+    url: str | None = chz.field(
+        default=None,
+        doc="server with vLLM's /classify, in place of a path: http://HOST:PORT/v1 of "
+        "areal-serve, http://HOST:PORT of vLLM; its API key is OPENAI_API_KEY",
+    )
+    weight: float = chz.field(
+        validator=FRACTION,
+        default=1.0,
+        doc="share of the model in the score; the rest is the verifier's, or that of "
+        "rewards.function; 1: the verifier is measured alone, as a component of the reward",
+    )
+    max_tokens: int = chz.field(
+        validator=POSITIVE,
+        default=2048,
+        doc="longest conversation that a model of `path` scores, in tokens; an answer beyond it "
+        "is not graded",
+    )
+    batch_size: int = chz.field(
+        validator=POSITIVE,
+        default=8,
+        doc="conversations that a model of `path` scores at a time; a smaller batch is padded",
+    )
+    timeout_s: float = chz.field(
+        validator=POSITIVE,
+        default=120.0,
+        doc="time limit of one score with its retries, in seconds; beyond it the answer is not "
+        "graded, and its group is not trained on",
+    )
+
+
+@chz.chz
 class RewardConfig:
     """Grading of answers."""
 
@@ -163,7 +204,8 @@ class RewardConfig:
         default="unit",
         doc="what rewards.function (or an agent) returns; unit: a bool, or a number from 0 to 1 "
         "that is mapped to wrong ... correct; raw: the reward itself, any finite number, for "
-        "which there is no pass@1 but a mean reward",
+        "which there is no pass@1 but a mean reward; of rewards.model, unit is the sigmoid of the "
+        "score, raw the score",
     )
     max_consecutive_failures: int = chz.field(
         validator=POSITIVE,
@@ -175,6 +217,9 @@ class RewardConfig:
     )
     judge: JudgeConfig | None = chz.field(
         default=None, doc="model that scores answers; none: verifier or function alone"
+    )
+    model: RewardModelConfig | None = chz.field(
+        default=None, doc="trained reward model that scores answers; none: no such model"
     )
     sandbox: SandboxConfig = chz.field(default_factory=SandboxConfig, doc="where programs are run")
 

@@ -37,7 +37,7 @@ async def probe(
     """
     rows = list(islice(tasks, NUM_SEARCHED))
     first = list({task.kind: task for task in reversed(rows)}.values())
-    is_verified = config.function is None and config.judge is None
+    is_verified = not (config.function or config.judge or config.model)
     graded = first if not is_verified else [task for task in rows if task.kind == "math"][:NUM_ROWS]
     asked = [(task, "empty", "") for task in first]
     asked += [
@@ -71,6 +71,8 @@ def _failure(task: Task, which: str, text: str, result: RewardResult, config: Re
         who = f"rewards.function={config.function}"
     if config.judge is not None:
         who = "rewards.judge" if config.judge.weight == 1 else f"rewards.judge, or {who},"
+    if config.model is not None:
+        who = f"rewards.model, or {who},"
     answer = "an empty answer" if which == "empty" else f"the reference answer {text[:100]!r}"
     hint = "; raise rewards.timeout_s if it needs longer" if result.kind == "timeout" else ""
     reported = f"{who} failed on {answer} to task {task.id}: {result.detail}{hint}"
@@ -85,7 +87,9 @@ def _warnings_of_function(
     if not references or any(result.score != empty[task.kind].score for task, result in references):
         return []
     task, result = references[0]
-    name = "rewards.judge" if config.judge else f"rewards.function={config.function}"
+    name = f"rewards.function={config.function}"
+    if scored := config.judge or config.model:
+        name = "rewards.judge" if scored is config.judge else "rewards.model"
     return [
         f"{name} returns {result.score} for an empty answer to task "
         f"{task.id} and the same for its reference answer {task.answer[:100]!r}, plain and in "

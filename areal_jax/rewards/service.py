@@ -22,6 +22,7 @@ from areal_jax.rewards.failures import FailureLog
 from areal_jax.rewards.forks import GRACE_S, CannotStart, ForkedProcess, ForkServer
 from areal_jax.rewards.in_process import InProcessGrader
 from areal_jax.rewards.judge import Judge
+from areal_jax.rewards.reward_model import ModelReward, Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class RewardService:
         kinds: Collection[str] = ("math",),
         tools: ToolsConfig | None = None,
         *,
+        scorer: Scorer | None = None,
         logs_failures: bool = True,
     ) -> None:
         """
@@ -70,21 +72,23 @@ class RewardService:
             config: Settings.
             kinds: Kinds of the tasks that will be graded. A user's function grades any.
             tools: Tools that can be called.
+            scorer: The reward model of `rewards.model.path`.
             logs_failures: Whether failed calls are logged here.
 
         Raises:
             ConfigError: A kind has no verifier.
         """
-        judges_alone = config.judge is not None and config.judge.weight == 1
-        if config.function is None and not judges_alone and (unknown := set(kinds) - set(KINDS)):
+        needs_none = any(each and each.weight == 1 for each in (config.judge, config.model))
+        if config.function is None and not needs_none and (unknown := set(kinds) - set(KINDS)):
             raise ConfigError(
                 f"no grader for tasks of kind {', '.join(sorted(unknown))}; set "
                 "rewards.function to a function of yours"
             )
         self.config, self.tools, self._kinds = config, tools, kinds
         self.judge = None if config.judge is None else Judge(config.judge)
-        config = chz.replace(config, judge=None)
-        if judges_alone:
+        self.model = config.model and ModelReward(config.model, config.scale, scorer)
+        config = chz.replace(config, judge=None, model=None)
+        if needs_none:
             kinds = set(kinds) & set(KINDS)
         self.grades = Counter[ResultKind]()
         self.num_failed = 0
@@ -121,8 +125,11 @@ class RewardService:
 
         Raises:
             CannotStart: No process could be started.
-            ConfigError: A function, form, tool or sandbox of the settings does not work.
+            ConfigError: A function, form, tool, sandbox or reward model of the settings does not
+                work.
         """
+        if self.model is not None:
+            await self.model.scorer.start()
         if self._in_process is not None and self.tools is None:
             return
         starting, self._idle = self._idle, []
@@ -150,6 +157,12 @@ class RewardService:
         Raises:
             ValueError: The task's kind has no verifier.
         """
+        if self.model is not None:
+            is_verified = self.config.function is not None or task.kind in KINDS
+            found = await self._verify(task, answer) if is_verified else None
+            if found is not None and found.failed:
+                return found
+            return await self.model(task, answer, found)
         if self.judge is None:
             return await self._verify(task, answer)
         verified = RewardResult("wrong")
@@ -332,12 +345,15 @@ class RewardService:
             "set_aside": float(self.num_set_aside),
             "worker_starts": float(self._server.num_forks),
             **({} if self.judge is None else self.judge.counters()),
+            **({} if self.model is None else self.model.counters()),
         }
 
     async def close(self) -> None:
         """Kill all processes; calls in progress raise."""
         if self.judge is not None:
             await self.judge.close()
+        if self.model is not None:
+            await self.model.scorer.close()
         if self._in_process is not None:
             await asyncio.to_thread(self._in_process.close)
         idle, self._idle = self._idle, []

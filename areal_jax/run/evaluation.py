@@ -44,6 +44,7 @@ from areal_jax.run.callbacks import RunControl
 from areal_jax.run.claim import claimed, writable
 from areal_jax.run.grading import start_rewards
 from areal_jax.run.plan_report import count_text
+from areal_jax.run.reward_model import reward_model_of
 from areal_jax.run.stopping import StopRequest
 from areal_jax.workflows.from_config import find_tools_config
 
@@ -225,6 +226,7 @@ async def _answer(
                     experiment.rewards,
                     kinds - {ENVIRONMENT},
                     find_tools_config(experiment.workflow),
+                    scorer=reward_model_of(experiment),
                 )
             )
             await start_rewards(grader, experiment, tasks, say=progress.say)

@@ -107,7 +107,10 @@ async def probe_rewards(
 def reward_service(plan: Plan) -> RewardService:
     """The reward service of a plan, not started."""
     return RewardService(
-        plan.experiment.rewards, kinds_of_tasks(plan), find_tools_config(plan.experiment.workflow)
+        plan.experiment.rewards,
+        kinds_of_tasks(plan),
+        find_tools_config(plan.experiment.workflow),
+        scorer=plan.reward_model,
     )
 
 

@@ -49,6 +49,7 @@ from areal_jax.run.models import (
 )
 from areal_jax.run.plan import Plan, TrainingPlan, decodes
 from areal_jax.run.prompt_limits import limit_prompts
+from areal_jax.run.reward_model import reward_model_of
 from areal_jax.sim.costs import Efficiency, EngineCosts
 from areal_jax.sim.hardware import device_of_kind
 from areal_jax.trainer.forward import check_row_shards
@@ -88,6 +89,7 @@ def make_plan(
     with config_errors():
         examples, eval_examples = find_examples(experiment, training)
         engines = _make_engines(experiment, meshes, training)
+    reward_model = reward_model_of(experiment, meshes.rollout.devices.flat[-1])
     plan = Plan(
         **{each.name: getattr(training, each.name) for each in fields(training)},
         tasks=tasks,
@@ -98,6 +100,7 @@ def make_plan(
         warnings=limited.warnings,
         rollout_mesh=meshes.rollout,
         engines=engines,
+        reward_model=reward_model,
     )
     if problems := list(find_mismatches(plan)):
         raise ConfigError("\n".join(problems))

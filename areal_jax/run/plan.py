@@ -20,7 +20,10 @@ from areal_jax.engine.decode import DecodeEngine
 from areal_jax.models.decoder import Policy
 from areal_jax.models.vision.image_reader import ImageReader
 from areal_jax.parallel.compilation import Compiler, compile_lowered
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import bytes_per_device
+from areal_jax.run.reward_model import RewardModel
 from areal_jax.trainer.memory_estimate import frozen_bytes, predicted_bytes
 from areal_jax.trainer.state import trained
 from areal_jax.workflows.config import Environment
@@ -107,6 +110,8 @@ class Plan(TrainingPlan):
     rollout_mesh: Mesh
     engines: tuple[DecodeEngine, ...]
     """Equal engines on meshes of their own; not used where the experiment does not decode."""
+    reward_model: RewardModel | None = None
+    """Scores answers, on the last rollout device; None without rewards.model.path."""
 
     @property
     def engine(self) -> DecodeEngine:
@@ -156,6 +161,9 @@ class Plan(TrainingPlan):
                 jax.eval_shape(engine.layout, self.policy.abstract()), engine.base_shardings
             )
             sizes["opponents"] = len(set(workflow.opponents)) * (each + engine.kv_bytes())
+        if (scorer := self.reward_model) is not None:
+            mesh = make_train_mesh(PlacementConfig(), [scorer.device])
+            sizes["reward model"] = frozen_bytes(scorer.policy, mesh, self.compute_dtype)
         return sizes
 
 

@@ -26,6 +26,7 @@ from areal_jax.rewards.workspace import Workspaces
 from areal_jax.run.generation import WorkflowHost, start_host, workflow_of
 from areal_jax.run.grading import probe_rewards, start_rewards
 from areal_jax.run.preflight_findings import Finding, Trial
+from areal_jax.run.reward_model import reward_model_of
 from areal_jax.run.scripted_policy import (
     FORMS,
     Script,
@@ -80,6 +81,7 @@ class Trials:
             experiment.rewards,
             frozenset(tasks.kinds | eval_tasks.kinds) - {ENVIRONMENT},
             find_tools_config(experiment.workflow),
+            scorer=reward_model_of(experiment),
             logs_failures=False,
         )
         async with AsyncExitStack() as stack:

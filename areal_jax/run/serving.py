@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+
+import jax
 
 from areal_jax.config.overrides import assign, build, from_text, settings
 from areal_jax.config.policy_names import named_policy
+from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.engine.batch import SamplingMode
 from areal_jax.engine.engine_loop import EngineLoop
-from areal_jax.errors import ConfigError, config_errors
+from areal_jax.errors import ConfigError, InvalidRequest, config_errors
 from areal_jax.models import lora
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.records import Sampling
+from areal_jax.records import Completion, Message, Request, Sampling
+from areal_jax.rewards.config import RewardModelConfig
 from areal_jax.run.models import DecodingPolicy, decoding_mesh, find_decoding_policy
+from areal_jax.run.reward_model import RewardModel, find_reward_model, is_reward_model
 from areal_jax.serve.config import ServeConfig
 from areal_jax.serve.engine_backend import EngineBackend
 from areal_jax.storage import local_path
@@ -43,11 +48,16 @@ class LoggedCompilation:
 
 @asynccontextmanager
 async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[EngineBackend]:
-    """Start an engine with the policy of the settings, compiled, until the block ends.
+    """Start an engine with the policy of the settings, compiled, until the block ends; where
+    `model` is a reward model, load and compile that.
 
     Raises:
         ConfigError: the policy is missing, or does not fit.
     """
+    if (reward_model := await asyncio.to_thread(find_served_reward_model, config)) is not None:
+        async with reward_model_backend(config, reward_model, api_key) as backend:
+            yield backend
+        return
     decoding = await asyncio.to_thread(find_served, config)
     engine, weights = decoding.engine, await asyncio.to_thread(decoding.load)
     # Clients often set top_p; programs for other sampling settings are compiled while requests are
@@ -90,6 +100,72 @@ async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[Eng
         )
     finally:
         engine_loop.close()
+
+
+class NoEngine:
+    """In place of the engine of a reward model, which generates nothing."""
+
+    async def submit(self, request: Request) -> list[Completion]:
+        raise InvalidRequest(
+            "expected a language model, found a reward model, which generates nothing; send "
+            "conversations to /classify"
+        )
+
+    async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
+        return {}
+
+
+@asynccontextmanager
+async def reward_model_backend(
+    config: ServeConfig, reward_model: RewardModel, api_key: str
+) -> AsyncIterator[EngineBackend]:
+    """Load and compile a reward model, which scores conversations until the block ends.
+
+    Raises:
+        ConfigError: its weights do not fit its architecture.
+    """
+
+    async def score_answer(messages: Sequence[Message], answer: str) -> tuple[float, int]:
+        tokens = reward_model.encode(messages, answer)
+        return await reward_model.score_tokens(tokens), len(tokens)
+
+    try:
+        await reward_model.start()
+        yield EngineBackend(
+            NoEngine(),
+            config.served_name or config.model,
+            reward_model.tokenizer,
+            Sampling(config.engine.max_new_tokens),
+            config.seed,
+            api_key,
+            score_answer=score_answer,
+        )
+    finally:
+        await reward_model.close()
+
+
+def find_served_reward_model(config: ServeConfig) -> RewardModel | None:
+    """Find the reward model that `model` names; None where it names another policy.
+
+    Its batches have `engine.num_slots` conversations of at most `engine.max_tokens` tokens.
+
+    Raises:
+        ConfigError: its files are not supported.
+    """
+    given, checkpoint = named_policy(config.model, "model")
+    if checkpoint is not None or "path" not in given:
+        return None
+    scored = RewardModelConfig(
+        path=given["path"],
+        batch_size=config.engine.num_slots,
+        max_tokens=config.engine.max_tokens,
+    )
+    with config_errors():
+        if not is_reward_model(resolve_policy_folder(given["path"], "model")):
+            return None
+        return find_reward_model(
+            scored, jax.devices()[-1], setting="model", limit="engine.max_new_tokens"
+        )
 
 
 def find_served(config: ServeConfig) -> DecodingPolicy:

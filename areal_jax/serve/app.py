@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.data.tool_calls import ParsedOutput, ToolCall
 from areal_jax.data.tool_dialects import resembles_call
 from areal_jax.errors import EngineStopped, InvalidRequest, first_error
-from areal_jax.records import Completion, OnProgress, Progress, empty_completion
+from areal_jax.records import Completion, Message, OnProgress, Progress, empty_completion
 from areal_jax.serve import anthropic_messages, openai_responses
 from areal_jax.serve.bodies import (
     Chat,
@@ -38,6 +39,7 @@ from areal_jax.serve.bodies import (
     TokenizeBody,
     read_chat,
     read_json,
+    read_scored,
     read_texts,
     read_tokens,
 )
@@ -140,6 +142,20 @@ class Backend(Protocol):
 
 
 @runtime_checkable
+class Classifier(Protocol):
+    """A backend that scores conversations."""
+
+    async def classify(self, messages: Sequence[Message], answer: str) -> tuple[float, int]:
+        """Return the score of an answer, and the number of tokens of the conversation.
+
+        Raises:
+            APIError: The model is no reward model.
+            InvalidRequest: The conversation is too long.
+        """
+        ...
+
+
+@runtime_checkable
 class Auth(Protocol):
     def enter(self, session: str, key: str) -> Backend:
         """Return the backend for a bearer token and a session (empty: none).
@@ -194,6 +210,8 @@ class App:
             self.http.router.add_post(f"{prefix}/inference/v1/generate", self._tokens)
             self.http.router.add_get(f"{prefix}/v1/models", self._models)
             self.http.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
+        for prefix in ("", "/v1"):
+            self.http.router.add_post(f"{prefix}/classify", self._classify)
         self.http.router.add_post("/tokenize", self._tokenize)
         self.http.router.add_post("/detokenize", self._detokenize)
         self.http.router.add_get("/tokenizer_info", self._tokenizer_info)
@@ -329,6 +347,28 @@ class App:
             return web.json_response(listed | {"first_id": source.model, "last_id": source.model})
         _require_model(source, wanted)
         return web.json_response(model)
+
+    async def _classify(self, request: web.Request) -> web.Response:
+        """Score a conversation: the request and the response are those of vLLM's /classify."""
+        source, body = self._source(request), await self._body(request)
+        if not isinstance(source, Classifier):
+            raise APIError(404, "/classify is not supported by this server")
+        read = partial(read_json, body, self._limits.max_body_values)
+        scored = await self._in_thread(
+            len(body), lambda: read_scored(read(), self._limits.max_messages)
+        )
+        if scored.model is not None:
+            _require_model(source, scored.model)
+        async with self._until(asyncio.get_running_loop().time() + self._limits.request_timeout_s):
+            score, num_tokens = await source.classify(scored.messages, scored.answer)
+        self._num_requests += 1
+        self._metrics.prompt_tokens.inc(num_tokens)
+        if scored.use_activation:
+            score = 0.5 + 0.5 * math.tanh(score / 2)  # the sigmoid, without overflow
+        found = {"index": 0, "label": "LABEL_0", "probs": [score], "num_classes": 1}
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
+        answer = {"id": f"classify-{self._num_requests}", "object": "list", "created": now()}
+        return web.json_response(answer | {"model": source.model, "data": [found], "usage": usage})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         source = self._source(request)

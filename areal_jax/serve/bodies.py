@@ -29,6 +29,7 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.batch import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from areal_jax.engine.config import MAX_TOP_K
 from areal_jax.image_files import ImageFile, read_image
+from areal_jax.records import Message
 from areal_jax.serve.structured_outputs import (
     ANY_TEXT,
     GUIDED,
@@ -198,6 +199,37 @@ def read_chat(given: Mapping[str, Any], max_messages: int = 1 << 20) -> Chat:
         remote_images,
         body.reasoning_effort,
     )
+
+
+class Scored(NamedTuple):
+    """A conversation to be scored."""
+
+    model: str | None
+    messages: tuple[Message, ...]
+    """All before the answer."""
+    answer: str
+    use_activation: bool
+    """Whether the result is the sigmoid of the score."""
+
+
+def read_scored(given: Mapping[str, Any], max_messages: int) -> Scored:
+    """Validate a request for /classify."""
+    require_few_messages(given.get("messages"), max_messages, "messages")
+    body = validated(_ClassifyBody, without_ignored(given, _ClassifyBody, IGNORED))
+    *before, last = (
+        _turn(message, f"messages[{place}]") for place, message in enumerate(body.messages)
+    )
+    if last["role"] != "assistant":
+        raise APIError(
+            400,
+            f"expected a conversation that ends with an answer of the assistant, found the role "
+            f"{last['role']}",
+            param="messages",
+        )
+    if not all(isinstance(turn.get("content"), str) for turn in (*before, last)):
+        raise APIError(400, "expected messages of text alone", param="messages")
+    messages = tuple(Message(turn["role"], turn["content"]) for turn in before)
+    return Scored(body.model, messages, last["content"], body.use_activation)
 
 
 def require_few_messages(messages: object, max_messages: int, name: str) -> None:
@@ -500,6 +532,17 @@ class _TokensBody(BaseModel):
     token_ids: _Tokens
     sampling_params: dict[str, Any] = {}
     stream: Annotated[bool | None, only(False)] = False
+
+
+class _ClassifyBody(BaseModel):
+    """A conversation to be scored, as in vLLM's /classify."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    use_activation: bool = True
+    add_generation_prompt: Annotated[bool, only(False)] = False
 
 
 class TokenizeBody(BaseModel):

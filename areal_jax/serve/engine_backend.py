@@ -13,7 +13,7 @@ from jaxtyping import Int32
 from areal_jax.data.grammars import Grammars
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.protocols import Engine
-from areal_jax.records import Completion, OnProgress, Request, Sampling, derive_seed
+from areal_jax.records import Completion, Message, OnProgress, Request, Sampling, derive_seed
 from areal_jax.serve.bodies import Chat, GenerationParams, require_key
 from areal_jax.serve.responses import Part
 from areal_jax.serve.validation import APIError
@@ -38,6 +38,9 @@ class EngineBackend:
     """`EngineLoop.score`."""
     grammars: Grammars | None = None
     """Those of the engine; None: answers have no format."""
+    score_answer: Callable[[Sequence[Message], str], Awaitable[tuple[float, int]]] | None = None
+    """Returns the score of an answer and the tokens of the conversation; None: the model is no
+    reward model."""
     _numbers: count[int] = field(default_factory=count)
 
     def enter(self, session: str, key: str) -> EngineBackend:
@@ -94,6 +97,11 @@ class EngineBackend:
         if self.score_tokens is None:
             raise APIError(400, "echo with logprobs is not supported by this server", param="echo")
         return await self.score_tokens(prompt, num_top)
+
+    async def classify(self, messages: Sequence[Message], answer: str) -> tuple[float, int]:
+        if self.score_answer is None:
+            raise APIError(400, f"{self.model} is no reward model, which /classify needs")
+        return await self.score_answer(messages, answer)
 
     def reported(
         self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]

@@ -7,7 +7,7 @@ Needs torch, which areal_jax itself does not:
 
 Each head has a folder with config.json and model.safetensors, written by `save_pretrained`, and
 expected.safetensors with `tokens` [2, 12] and float32 `values`: of every token [2, 12], or of the
-last token of each row [2].
+last token of each row [2]. Rows of `reward` are padded with 0 to 61 tokens, [7, 61].
 """
 
 # pyright: reportMissingImports=false
@@ -22,6 +22,7 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     Qwen2Config,
+    Qwen2ForSequenceClassification,
     Qwen2ForTokenClassification,
 )
 
@@ -43,6 +44,7 @@ def main() -> None:
     models = {
         "token": Qwen2ForTokenClassification(Qwen2Config(**SIZES, tie_word_embeddings=True)),
         "sequence": LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0)),
+        "reward": Qwen2ForSequenceClassification(Qwen2Config(**SIZES, pad_token_id=0)),
     }
     for name, model in models.items():
         for path, parameter in model.named_parameters():
@@ -52,6 +54,10 @@ def main() -> None:
             )
             parameter.data = (1 + sampled if "norm" in path else sampled).to(torch.bfloat16).float()
         tokens = torch.randint(1, SIZES["vocab_size"], (2, 12))
+        if name == "reward":
+            lengths = torch.tensor([1, 2, 15, 16, 17, 33, 61])
+            tokens = torch.randint(1, SIZES["vocab_size"], (7, 61))
+            tokens *= torch.arange(61) < lengths[:, None]
         with torch.no_grad():
             values = model.float().eval()(tokens).logits[..., 0]
         model.to(torch.bfloat16).save_pretrained(here / name)
