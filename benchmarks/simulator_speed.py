@@ -34,10 +34,10 @@ from areal_jax.sim.simulation import GradingQueue, Numbered, OneTurn, simulate
 ENGINES, BATCH = 512, 1024
 
 
-async def completions_per_s(in_flight: int, num_batches: int) -> float:
+async def completions_per_s(in_flight: int, num_batches: int, num_engines: int = ENGINES) -> float:
     costs = EngineCosts(known_shape("r1-distill-qwen-1.5b"), DEVICES["H800"])
     fleet = SimulatedFleet(
-        costs, LogNormal(4915.0, 0.8), ENGINES, EngineBehavior(tokens_per_entry=64)
+        costs, LogNormal(4915.0, 0.8), num_engines, EngineBehavior(tokens_per_entry=64)
     )
     config = RolloutConfig(
         groups_per_batch=BATCH,

@@ -468,13 +468,13 @@ class Engines:
         if self._ended is not None:
             raise self._ended
         now_s = self._clock()
-        candidates = [
-            number
-            for number, engine in self._engines.items()
-            if (engine.version >= request.min_version or now_s - engine.outdated_since_s < LAG_S)
-            and not engine.is_leaving
-        ]
-        return self._router.route(request.prompt_tokens, request.num_samples, candidates)
+
+        def is_able(number: int) -> bool:
+            engine = self._engines[number]
+            is_current = engine.version >= request.min_version
+            return not engine.is_leaving and (is_current or now_s - engine.outdated_since_s < LAG_S)
+
+        return self._router.route(request.prompt_tokens, request.num_samples, is_able)
 
     def _remove(self, number: int, death: WorkerDied) -> None:
         moving = sum(job.number == number for job in self._jobs.values())
@@ -602,8 +602,8 @@ class Engines:
             is_able = engine.version >= request.min_version and not engine.is_leaving
             if other != number and is_able and has_room:
                 job.num_moves += 1
-                job.next_engine = self._router.route(
-                    request.prompt_tokens, request.num_samples, [other]
+                job.next_engine = self._router.assign(
+                    other, request.prompt_tokens, request.num_samples
                 )
                 self._move(
                     job,

@@ -147,8 +147,11 @@ class RequestTracker:
         Args:
             finished: sequences that finished in the dispatch.
         """
-        for pending in self._watched.values():
-            self._report_progress(pending, finished)
+        # Others, of which there may be many, have sampled nothing.
+        sampled = (each.group.id for each in (*self._scheduler.running.values(), *finished))
+        for name in dict.fromkeys(sampled):
+            if name in self._watched:
+                self._report_progress(self._watched[name], finished)
         for sequence in finished:
             # Sequences of one group may finish together.
             if (pending := self._pending.get(sequence.request.id)) is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from jaxtyping import Int32
@@ -45,12 +46,15 @@ class Router:
         self._patience: dict[int, int] = {}
         # Requested samples that are not finished, by engine.
         self._load: dict[int, int] = {}
+        # Heap of load and engine; outdated entries are dropped when they reach the top.
+        self._by_load: list[tuple[int, int]] = []
         # The engine to which each prefix was routed last, by digest; least recently used first.
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
     def add_engine(self, number: int, num_slots: int) -> None:
         """Add an engine."""
-        self._patience[number], self._load[number] = max(num_slots // 4, 1), 0
+        self._patience[number] = max(num_slots // 4, 1)
+        self._set_load(number, 0)
 
     def remove_engine(self, number: int) -> None:
         """Remove an engine."""
@@ -61,41 +65,79 @@ class Router:
         return self._load[number]
 
     def route(
-        self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, able: Collection[int] = ()
+        self,
+        prompt_tokens: Int32[np.ndarray, "P"],
+        num_samples: int,
+        is_able: Callable[[int], bool] = lambda _: True,
     ) -> int:
         """Choose an engine for a request, and add the request to its load.
 
         Args:
             prompt_tokens: The prompt.
             num_samples: Number of samples.
-            able: Engines to choose from; empty: all.
+            is_able: Whether to choose an engine; if none is able, all are.
 
         Returns:
             The engine's number.
         """
-        prefixes = digests(prompt_tokens) if len(self._load) > 1 else []
-        number = self._choose(prefixes, able or self._load)
+        prefixes = self._digests(prompt_tokens)
+        return self._add(self._choose(prefixes, is_able), prefixes, num_samples)
+
+    def assign(self, number: int, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> int:
+        """Add a request to the load of a given engine, whose number is returned."""
+        return self._add(number, self._digests(prompt_tokens), num_samples)
+
+    def complete(self, number: int, num_samples: int) -> None:
+        """Subtract finished samples from an engine's load, if the engine still exists."""
+        if number in self._load:
+            self._set_load(number, self._load[number] - num_samples)
+
+    def _digests(self, prompt_tokens: Int32[np.ndarray, "P"]) -> list[bytes]:
+        return digests(prompt_tokens) if len(self._load) > 1 else []
+
+    def _add(self, number: int, prefixes: Sequence[bytes], num_samples: int) -> int:
         for prefix in prefixes:
             self._seen[prefix] = number
             self._seen.move_to_end(prefix)
         while len(self._seen) > MAX_PREFIXES:
             self._seen.popitem(last=False)
-        self._load[number] += num_samples
+        self._set_load(number, self._load[number] + num_samples)
         return number
 
-    def complete(self, number: int, num_samples: int) -> None:
-        """Subtract finished samples from an engine's load, if the engine still exists."""
-        if number in self._load:
-            self._load[number] -= num_samples
+    def _set_load(self, number: int, load: int) -> None:
+        self._load[number] = load
+        heappush(self._by_load, (load, number))
+        if len(self._by_load) > 4 * len(self._load) + 64:
+            self._by_load = [(load, number) for number, load in self._load.items()]
+            heapify(self._by_load)
 
-    def _choose(self, prefixes: Sequence[bytes], able: Collection[int]) -> int:
-        least = min(able, key=self._load.__getitem__)
-        known = next(
-            (self._seen[each] for each in reversed(prefixes) if self._seen.get(each) in able), None
-        )
-        if known is not None and self._load[known] - self._load[least] <= self._patience[known]:
-            return known
+    def _choose(self, prefixes: Sequence[bytes], is_able: Callable[[int], bool]) -> int:
+        least = self._find_least(is_able)
+        if least is None:
+            is_able = self._load.__contains__
+            least = self._find_least(is_able)
+            assert least is not None
+        for prefix in reversed(prefixes):
+            known = self._seen.get(prefix)
+            if known is not None and known in self._load and is_able(known):
+                lead = self._load[known] - self._load[least]
+                return known if lead <= self._patience[known] else least
         return least
+
+    def _find_least(self, is_able: Callable[[int], bool]) -> int | None:
+        """Return the able engine with the lowest load, the first of several."""
+        passed, found = list[tuple[int, int]](), None
+        while self._by_load and found is None:
+            load, number = self._by_load[0]
+            if self._load.get(number) == load and is_able(number):
+                found = number
+            else:
+                heappop(self._by_load)
+                if self._load.get(number) == load:
+                    passed.append((load, number))
+        for entry in passed:
+            heappush(self._by_load, entry)
+        return found
 
 
 def digests(tokens: Int32[np.ndarray, "P"]) -> list[bytes]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Int32
@@ -56,6 +57,8 @@ class Scheduler:
         self.slots = SlotTable(config.num_slots, config.max_new_tokens, config.steps_per_dispatch)
         self.waiting: OrderedDict[str, SequenceGroup] = OrderedDict()
         """Groups with sequences that wait for a slot, by request id, in order of admission."""
+        # Waiting groups whose prompts are open to their other sequences, by request id.
+        self._open: dict[str, SequenceGroup] = {}
         self.running: dict[int, Sequence] = {}
         """Sequences by slot, prefilling ones included, in order of admission."""
         self._free_slots = [table.slots(shard)[::-1] for shard in range(num_shards)]
@@ -88,8 +91,11 @@ class Scheduler:
         Args:
             version: of the weights; groups that need a newer one are passed over.
         """
-        for group in list(self.waiting.values()) if any(self._free_slots) else []:
-            if group.request.min_version <= version and not self._assign_slots(group):
+        num_free = sum(map(len, self._free_slots))
+        able = (each for each in self.waiting.values() if each.request.min_version <= version)
+        # Each takes one slot at least: the queue, which may be long, is not copied.
+        for group in list(islice(able, num_free)):
+            if not self._assign_slots(group):
                 break
 
     def _assign_slots(self, group: SequenceGroup) -> bool:
@@ -121,6 +127,8 @@ class Scheduler:
                     used = cache.table.num_used
                     raise RuntimeError(f"{used} pages are in use in an engine without a sequence")
             group.waiting.popleft()
+            if group.prompts:
+                self._open[group.id] = group
             self._free_slots[shard].pop()
             self.running[slot] = sequence
             self._num_grammars += bool(sequence.request.sampling.grammar)
@@ -142,7 +150,7 @@ class Scheduler:
         """Allocate the pages of the next dispatch; return the number of preempted sequences."""
         num_preempted = 0
         while (slot := self._reserve()) is not None:
-            if any(group.prompts for group in self.waiting.values()):
+            if self._open:
                 self.close_prompts()
             else:
                 self._preempt_last(self.cache.table.shard(slot))
@@ -239,12 +247,16 @@ class Scheduler:
 
     def close_prompts(self, adapters: Collection[int] | None = None) -> None:
         """Close the shared prefills of all waiting groups, or of those with these adapters."""
-        for group in self.waiting.values():
+        for group in list(self._open.values()):
             if adapters is None or group.request.adapter in adapters:
-                self.cache.close_prompts(group.prompts)
+                self._close_prompts(group)
+
+    def _close_prompts(self, group: SequenceGroup) -> None:
+        self.cache.close_prompts(group.prompts)
+        self._open.pop(group.id, None)
 
     def _dequeue(self, group: SequenceGroup) -> None:
-        self.cache.close_prompts(group.prompts)
+        self._close_prompts(group)
         self.waiting.pop(group.id, None)
 
     def _free_slot(self, sequence: Sequence) -> None:
