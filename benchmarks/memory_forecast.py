@@ -1,17 +1,19 @@
-"""Forecast of the memory of training (`predicted_bytes`) against XLA's own TPU compiler.
+"""Forecast of the memory of training (`predicted_bytes`) against XLA's own TPU and GPU compilers.
 
-    python benchmarks/memory_forecast.py [--only=TEXT]
+    python benchmarks/memory_forecast.py --only=topology=v
+    XLA_FLAGS=--xla_gpu_autotune_level=0 python benchmarks/memory_forecast.py --only=00:
 
-Needs libtpu (extra `tpu`) and no TPU: the program `accumulate` of each configuration is compiled, a
-whole model with all its layers, for devices that are not there. The need of a configuration is the
-program's peak by XLA, which includes parameters and gradients, and the optimizer state that is held
-beside it; with the optimizer state in the host's memory it is the larger one of that and of the
-peak of `apply`. Figures are compiled, not measured. Appends a row for each configuration to
-results/memory_forecast.jsonl.
+Needs libtpu or jax's CUDA plugin (extras `tpu`, `gpu`) and no device: the program `accumulate` of
+each configuration is compiled, a whole model with all its layers, for devices that are not there.
+The need of a configuration is the program's peak by XLA, which includes parameters and gradients,
+and the optimizer state that is held beside it; with the optimizer state in the host's memory it is
+the larger one of that and of the peak of `apply`. Figures are compiled, not measured. Appends a row
+for each configuration to results/memory_forecast.jsonl.
 
-Expected: the forecast is 0 to 10 % above the need at all 46 points, which take some minutes of one
-CPU core each. The stored rows of 41 points hold peaks that were computed from the buffer assignment
-that XLA:TPU writes before it generates code, without waiting for the code.
+Expected: the forecast is 0 to 10 % above the need at all 46 points for TPUs, which take some
+minutes of one CPU core each, and at all 26 for GPUs, which take half a minute. The stored rows of
+41 points hold peaks that were computed from the buffer assignment that XLA:TPU writes before it
+generates code, without waiting for the code.
 """
 
 from __future__ import annotations
@@ -122,9 +124,35 @@ GRID = (
     Point(MIXTURE, "v5p:2x2x4", 32768, "attention", fsdp=2, expert=8),
     Point(MIXTURE, "v5p:2x2x4", 32768, "full", fsdp=16),
     Point(MIXTURE, "v6e:4x4", 32768, "full", fsdp=4, context=2, expert=2),
+    Point(SMALL, "h100:1", 8192, "attention"),
+    Point(SMALL, "h100:1", 32768, "full"),
+    Point(SMALL, "h100:1", 8192, "full", rank=16),
+    Point(SMALL, "h100:4", 8192, "attention"),
+    Point(SMALL, "h100:4", 8192, "attention", fsdp=4),
+    Point(SMALL, "h100:4", 8192, "dots", fsdp=4),
+    Point(SMALL, "h100:4", 8192, "full", fsdp=2, tensor=2),
+    Point(SMALL, "h100:4", 8192, "full", fsdp=4, rank=16),
+    Point(SMALL, "h100:4", 8192, "none", fsdp=2, tensor=2),
+    Point(SMALL, "h100:4", 32768, "attention", fsdp=4),
+    Point(SMALL, "h100:4", 32768, "dots", context=4),
+    Point(SMALL, "2xh200:8", 32768, "attention", fsdp=8),
+    Point(SMALL, "b200:4", 8192, "attention", fsdp=4),
+    Point(MEDIUM, "h200:8", 8192, "full", fsdp=8),
+    Point(MEDIUM, "h200:8", 16384, "attention", fsdp=8),
+    Point(MEDIUM, "h200:8", 32768, "attention", fsdp=8),
+    Point(MEDIUM, "h200:8", 32768, "full", fsdp=4, tensor=2),
+    Point(MEDIUM, "h200:8", 32768, "full", fsdp=8, rank=16),
+    Point(MEDIUM, "2xh200:8", 8192, "attention", fsdp=8),
+    Point(MEDIUM, "2xh200:8", 8192, "attention", fsdp=8, rank=16),
+    Point(MEDIUM, "2xh200:8", 32768, "attention", fsdp=8),
+    Point(LARGE, "2xh200:8", 8192, "dots", fsdp=8, tensor=2),
+    Point(LARGE, "2xh200:8", 32768, "full", fsdp=16),
+    Point(MIXTURE, "2xh200:8", 8192, "attention", fsdp=16),
+    Point(MIXTURE, "2xh200:8", 8192, "full", fsdp=4, expert=4),
+    Point(MIXTURE, "2xh200:8", 32768, "full", fsdp=2, expert=8),
 )
-"""Of the first version's points three were compiled again for the second, so that the stored rows
-are 49."""
+"""Of the first version's points for TPUs three were compiled again for the second, so that the
+stored rows of these are 49."""
 
 
 def measure(point: Point) -> dict[str, object]:

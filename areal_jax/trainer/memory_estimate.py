@@ -35,6 +35,9 @@ WIDE_PER_WIDTH = 4
 SAVED_PER_LOGIT = 2
 ROWS_OF_WIDTH, ROWS_OF_EXPERT = 3, 2
 """Arrays of an expert's rows, by their width, that exist at a time in its backward pass."""
+GPU_ROWS_OF_WIDTH, GPU_MATRICES_OF_BLOCK = 4, 12
+"""Arrays of the width where XLA compiles for GPUs, and matrices, in the compute dtype, of each
+block of rows: those of its expert and their gradients, for three products."""
 
 
 def predicted_bytes(
@@ -49,8 +52,8 @@ def predicted_bytes(
     """Estimate the bytes on each device of the train mesh, by purpose.
 
     Parameters, gradients and optimizer are exact. The sum was 0 to 10 % above what XLA compiles
-    for TPUs (`benchmarks/results/memory_forecast.jsonl`), and 8 to 17 % for three programs for
-    H200.
+    for TPUs and GPUs, and 2 % below to 11 % above it for experts on GPUs
+    (`benchmarks/results/memory_forecast.jsonl`).
     `critic` counts its parameters and optimizer state, and the bytes by which its updates exceed
     the policy's.
     """
@@ -83,9 +86,13 @@ def predicted_bytes(
         gathered, of_layer = _gathered_explicitly(policy, mesh, compute_dtype)
         # One layer is recomputed when the logits have been freed.
         layer = max(0, layer + of_layer - logits)
-    if mesh.shape["data"] > 1:
+    if _on_gpu(mesh):
+        logits, layer = _gpu_logits(
+            policy, outputs, chunk, tokens, compute_dtype, logits, layer, is_explicit=is_explicit
+        )
+    if mesh.shape["data"] > 1 and (policy.lora or not _on_gpu(mesh)):
         # Gradients of adapters are summed over devices after the last layer, beside those
-        # accumulated before. Others are summed in an update, and need less than this.
+        # accumulated before. Others are summed in an update, and on TPUs need less than this.
         gathered += params
     activations = saved + layer
     moments = bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state)
@@ -144,8 +151,9 @@ def _activations(
     if config.remat == "none":
         wide = WIDE_PER_WIDTH * width * _FLOAT32 * tokens // (2 if policy.lora else 1)
         return model.num_hidden_layers * (whole(SAVED_PER_MLP) + wide), 0
-    # The kernel's sums of exponentials have one number in each lane until they are saved.
-    lanes = heads * (LANES - 1) * _FLOAT32 * tokens // tensor if is_explicit else 0
+    # Sums of exponentials of the kernel for TPUs have one number in each lane until they are saved.
+    has_lanes = is_explicit and not _on_gpu(mesh)
+    lanes = heads * (LANES - 1) * _FLOAT32 * tokens // tensor if has_lanes else 0
     kept = width * itemsize
     if config.remat in ("attention", "dots"):
         kept += attended
@@ -172,14 +180,41 @@ def _block_logits(policy: Policy, outputs: int, chunk: int, tokens: int, itemsiz
     )
 
 
+def _gpu_logits(
+    policy: Policy,
+    outputs: int,
+    chunk: int,
+    tokens: int,
+    compute_dtype: DTypeLike,
+    logits: int,
+    layer: int,
+    *,
+    is_explicit: bool,
+) -> tuple[int, int]:
+    """Correct the bytes of logits, and of a recomputed layer, for what XLA compiles for GPUs: a
+    chunk's gradient is cast beside it, and so is the head; without explicit collectives the head's
+    gradient waits, too, and the layer is recomputed when all of these have been freed.
+    """
+    itemsize, width = jnp.dtype(compute_dtype).itemsize, policy.config.hidden_size
+    cast, head = chunk * outputs * itemsize, width * outputs
+    if is_explicit:
+        return logits + cast + head * itemsize // (2 if policy.lora else 1), layer
+    logits += tokens * width * (2 * itemsize + _FLOAT32)
+    logits += 0 if policy.lora else cast + head * (itemsize + _FLOAT32)
+    return logits, max(0, layer - logits)
+
+
 def _expert_row_bytes(moe: MoEConfig, width: int, tokens: int, mesh: Mesh, itemsize: int) -> int:
     """Return the bytes of a layer's rows of experts: a device has the rows of all tokens of its
     expert axis.
     """
     assignments = tokens * mesh.shape["expert"] * moe.num_experts_per_tok
-    _, rows = row_layout(assignments, moe.num_experts // mesh.shape["expert"])
+    block, rows = row_layout(assignments, moe.num_experts // mesh.shape["expert"])
     inner = moe.moe_intermediate_size // mesh.shape["tensor"]
-    return rows * (ROWS_OF_WIDTH * width + ROWS_OF_EXPERT * inner) * itemsize
+    if not _on_gpu(mesh):
+        return rows * (ROWS_OF_WIDTH * width + ROWS_OF_EXPERT * inner) * itemsize
+    of_blocks = rows // block * GPU_MATRICES_OF_BLOCK * width * inner
+    return (rows * (GPU_ROWS_OF_WIDTH * width + ROWS_OF_EXPERT * inner) + of_blocks) * itemsize
 
 
 def _gathered(policy: Policy, mesh: Mesh) -> int:
@@ -235,6 +270,10 @@ def _gathered_explicitly(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -
     # XLA casts the parts of all layers before the loop over them.
     cast = of_layers * dtype.itemsize // _FLOAT32 if dtype.itemsize < _FLOAT32 else 0
     return cast + head * (_FLOAT32 + dtype.itemsize), whole
+
+
+def _on_gpu(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 _FLOAT32 = jnp.dtype(jnp.float32).itemsize
