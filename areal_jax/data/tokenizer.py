@@ -315,6 +315,16 @@ class HFTokenizer:
             else np.append(tokens, np.int32(self.stop_token_ids[0]))
         )
 
+    def render_finished(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
+        """Render a conversation that ends with an answer, with all that the chat template adds.
+
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
+        if self._template is None:
+            return self.encode_prompt(_plain(messages))
+        return self.encode(self._render_text(messages, add_generation_prompt=False))
+
     def render_next(
         self,
         messages: Sequence[Turn],

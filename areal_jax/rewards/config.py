@@ -132,6 +132,12 @@ class RewardModelConfig:
         doc="server with vLLM's /classify, in place of a path: http://HOST:PORT/v1 of "
         "areal-serve, http://HOST:PORT of vLLM; its API key is OPENAI_API_KEY",
     )
+    scored_token: Literal["turn", "template"] = chz.field(
+        default="turn",
+        doc="token whose output is the score of a model of `path`; turn: the one that ends the "
+        "answer, as --exp=reward_model trains it; template: the last one of the chat template, "
+        "often a line break after it, as of models trained by TRL and most published ones",
+    )
     weight: float = chz.field(
         validator=FRACTION,
         default=1.0,

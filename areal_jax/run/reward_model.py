@@ -94,12 +94,14 @@ class RewardModel:
         return await self.score_tokens(self.encode(prompt, answer))
 
     def encode(self, prompt: Sequence[Message], answer: str) -> Int32[np.ndarray, "_"]:
-        """Return the tokens of a conversation, which end with the token that ends the answer.
+        """Return the tokens of a conversation up to the one whose output is the score.
 
         Raises:
             InvalidRequest: the chat template refuses the conversation.
         """
         try:
+            if self.config.scored_token == "template":
+                return self.tokenizer.render_finished([*prompt, Message("assistant", answer)])
             rendered = self.tokenizer.render(prompt, max_tokens=self.max_tokens)
             return np.concatenate([rendered, self.tokenizer.render_answer(prompt, answer)])
         except InvalidRequest:

@@ -130,6 +130,15 @@ def test_scored_tokens_are_those_of_training(folder: Path) -> None:
         np.testing.assert_array_equal(model.encode(TASK.prompt, answer), trained.tokens)
 
 
+def test_whole_chat_template_is_scored_on_request(folder: Path) -> None:
+    turn, template = found(folder), found(folder, scored_token="template")
+    for answer in ANSWERS:
+        ended, whole = (each.encode(TASK.prompt, answer) for each in (turn, template))
+        # The template of the embedded policy has a line break after the end of a turn.
+        np.testing.assert_array_equal(whole[:-1], ended)
+        assert template.tokenizer.decode(whole[-1:]) == "\n"
+
+
 def test_score_does_not_depend_on_its_batch(folder: Path) -> None:
     together, alone = found(folder, batch_size=4), found(folder, batch_size=1)
 
