@@ -16,14 +16,17 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
+import jaxtyping
 import pytest
+from annotation_checks import check_annotations
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
 
 # Annotations are checked at run time in all modules that have shapes. Elsewhere, where the type checker
 # suffices, it would make a call twenty times as slow.
 PACKAGE = Path(__file__).parents[1] / "areal_jax"
-install_import_hook(
+# The hook decorates with the function of this name.
+jaxtyping.jaxtyped = lambda *, typechecker: check_annotations
+jaxtyping.install_import_hook(
     [
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for path in PACKAGE.rglob("*.py")
