@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -198,10 +198,10 @@ class RewardModel:
         with config_errors():
             params = hf.load(self.folder, self.policy, placed, dtype=dtype)
         config = TrainerConfig(rows_per_micro_batch=self.config.batch_size, remat="none")
-        make: Callable[[int], Forward] = lambda row_tokens: Forward(  # noqa: E731 (used once)
-            config, self.policy, mesh, dtype, temperature=1.0, row_tokens=row_tokens
-        )
-        found = {size: FrozenPolicy(make(size), params) for size in self._row_tokens}
+        found = {}
+        for size in self._row_tokens:
+            forward = Forward(config, self.policy, mesh, dtype, temperature=1.0, row_tokens=size)
+            found[size] = FrozenPolicy(forward, params)
         for frozen in found.values():
             frozen.compile()
         return found

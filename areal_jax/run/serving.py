@@ -126,7 +126,8 @@ async def reward_model_backend(
     """
 
     async def score_answer(messages: Sequence[Message], answer: str) -> tuple[float, int]:
-        tokens = reward_model.encode(messages, answer)
+        # Of a client: large conversations take long.
+        tokens = await asyncio.to_thread(reward_model.encode, messages, answer)
         return await reward_model.score_tokens(tokens), len(tokens)
 
     try:
