@@ -1,15 +1,18 @@
-r"""Registers, spills and shared memory of the GPU kernel of paged attention, for GPUs that are not
-there.
+r"""Registers, spills and shared memory of the GPU kernels of attention, on GPUs that are not there.
 
     XLA_FLAGS='--xla_dump_to=FOLDER --xla_gpu_autotune_level=0' \
         python benchmarks/gpu_kernels.py [--only=TEXT]
 
-Needs jax's CUDA plugin and ptxas (extra `gpu`). Compiles the kernel for A100 (sm_80), H100 (sm_90)
-and B200 (sm_100) with bfloat16 and int8 KV caches, the head sizes of published policies and groups
-of 1 to 8 query heads; XLA writes its PTX to FOLDER (an empty one), and ptxas says what it
-needs. Figures are compiled, not measured. Appends a row for each GPU to results/gpu_kernels.jsonl.
+Needs jax's CUDA plugin and ptxas (extra `gpu`) and jax 0.10: later releases of XLA do not write the
+PTX of these kernels. Compiles the kernels for A100 (sm_80), H100 (sm_90) and B200 (sm_100): of
+paged attention with bfloat16 and int8 KV caches, the head sizes of published policies and groups of
+1 to 8 query heads, and of packed attention, forward and backward, for each head size and with a
+window. XLA writes their PTX to FOLDER (an empty one), and ptxas says what they need. Figures are
+compiled, not measured. Appends a row for each GPU to results/gpu_kernels.jsonl.
 
-Expected: no kernel spills registers. A second of one CPU core for each case.
+Expected: no kernel spills registers, but those of the gradients at heads of 128 for A100 and H100,
+at most 28 bytes. A second of one CPU core for each case of paged attention, and five of packed
+attention.
 """
 
 from __future__ import annotations
@@ -33,26 +36,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 from results import append
 
+from areal_jax.models.attention import packed_attention
 from areal_jax.models.paged_attention import choose_paged_kernel
 from areal_jax.models.paged_kernels import gpu_paged_attention
 from areal_jax.parallel.topologies import compile_only_devices
 
 GPUS = ("a100", "h100", "b200")
 HEAD_SIZES, GROUPS, PAGE_TOKENS = (64, 80, 96, 128), (1, 2, 4, 8), 16
+PACKED_HEAD_SIZES, WINDOW = (64, 128, 256), 1024
+
+Kernels = dict[str, dict[str, int]]
+"""What kernels need, by name."""
 
 
 class Case(NamedTuple):
-    """A kernel to compile."""
+    """Kernels to compile."""
 
     gpu: str
     dtype: str
     head_dim: int
     group: int
+    window: int | None = None
+    is_packed: bool = False
 
     @property
     def text(self) -> str:
+        if self.is_packed:
+            return f"{self.gpu}, packed, head {self.head_dim}, window {self.window}"
         return f"{self.gpu}, KV {self.dtype}, head {self.head_dim}, group {self.group}"
 
 
@@ -61,18 +74,33 @@ def cases() -> Iterator[Case]:
         for head_dim in HEAD_SIZES:
             yield from (Case(gpu, "bfloat16", head_dim, group) for group in GROUPS)
             yield Case(gpu, "int8", head_dim, 8)
+        for head_dim in PACKED_HEAD_SIZES:
+            for window in (None, WINDOW):
+                yield Case(gpu, "bfloat16", head_dim, 4, window, is_packed=True)
 
 
-def compile_kernel(case: Case) -> None:
-    """Compile the kernel, for 64 rows of up to 4096 tokens with four key-value heads."""
-    assert choose_paged_kernel("gpu", case.head_dim, PAGE_TOKENS) == "gpu"
+def compile_kernels(case: Case) -> None:
+    """Compile the kernel of paged attention for 64 rows of up to 4096 tokens with four key-value
+    heads, or those of packed attention for a row of 8192 tokens with two.
+    """
     mesh = Mesh(np.array(compile_only_devices(f"{case.gpu}:1")), "x")
     everywhere = NamedSharding(mesh, PartitionSpec())
-    rows, heads, pages = 64, 4, 4096 // PAGE_TOKENS
 
     def shape(dtype: str, *sizes: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=everywhere)
 
+    if case.is_packed:
+        heads = (2 * case.group, 2, 2)
+        qkv = [shape(case.dtype, 1, 8192, each, case.head_dim) for each in heads]
+
+        def loss(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+            attend = packed_attention(segment_ids, "gpu")
+            return attend(q, k, v, None, case.window)[0].astype(jnp.float32).sum()
+
+        jax.jit(jax.grad(loss, (0, 1, 2))).lower(*qkv, shape("int32", 1, 8192)).compile()
+        return
+    assert choose_paged_kernel("gpu", case.head_dim, PAGE_TOKENS) == "gpu"
+    rows, heads, pages = 64, 4, 4096 // PAGE_TOKENS
     page = heads, rows * pages, PAGE_TOKENS
     keys = shape(case.dtype, *page, case.head_dim)
     scales = None if case.dtype == "bfloat16" else shape("float32", *page)
@@ -82,30 +110,37 @@ def compile_kernel(case: Case) -> None:
     ).compile()
 
 
-def read_resources(folder: Path) -> dict[str, int]:
-    """Return what the kernel needs by ptxas and XLA: registers of a thread, bytes of spills, and
+def read_resources(folder: Path) -> Kernels:
+    """Return what each kernel needs by ptxas and XLA: registers of a thread, bytes of spills, and
     bytes of shared memory of a block.
     """
-    (source,) = (
-        path for path in folder.glob("*.ptx") if ".entry paged_attention(" in path.read_text()
-    )
-    (target,) = re.findall(r"^\.target (\w+)", source.read_text(), re.M)
     found = find_spec("nvidia")
     roots = (found and found.submodule_search_locations) or []
     ptxas = next(path for root in roots for path in Path(root).glob("*/bin/ptxas"))
-    command = [ptxas, "-v", f"-arch={target}", source, "-o", os.devnull]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr
     (launches,) = (path.read_text() for path in folder.glob("*thunk_sequence.txt"))
 
     def number(pattern: str, text: str) -> int:
-        (match,) = re.findall(pattern, text)
+        (match,) = set(re.findall(pattern, text))
         return int(match)
 
-    return {
-        "registers": number(r"Used (\d+) registers", said),
-        "spilled_bytes": number(r"(\d+) bytes spill stores", said),
-        "shared_bytes": number(r"paged_attention .* shared_memory: (\d+)", launches),
-    }
+    kernels = Kernels()
+    for source in folder.glob("*.ptx"):
+        text = source.read_text()
+        if not re.search(r"\.entry p\w+_attention", text):
+            continue
+        (target,) = re.findall(r"^\.target (\w+)", text, re.M)
+        command = [ptxas, "-v", f"-arch={target}", source, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        # ptxas speaks of one kernel after the other.
+        for said in done.stderr.split("Compiling entry function")[1:]:
+            name = re.findall(r"'(\w+)'", said)[0]
+            if "attention" in name:
+                kernels[name] = {
+                    "registers": number(r"Used (\d+) registers", said),
+                    "spilled_bytes": number(r"(\d+) bytes spill stores", said),
+                    "shared_bytes": number(rf"\b{name} .* shared_memory: (\d+)", launches),
+                }
+    return kernels
 
 
 def main() -> None:
@@ -119,12 +154,12 @@ def main() -> None:
         parser.error("expected XLA_FLAGS with --xla_dump_to=FOLDER, found none")
     folder = Path(dump[1])
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, dict[str, int]]] = {}
+    found: dict[str, dict[str, Kernels]] = {}
     for case in cases():
         if only in case.text:
             for path in folder.glob("module_*"):
                 path.unlink()
-            compile_kernel(case)
+            compile_kernels(case)
             needs = read_resources(folder)
             found.setdefault(case.gpu, {})[case.text] = needs
             print(case.text, needs, flush=True)

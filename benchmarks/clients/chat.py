@@ -2,8 +2,9 @@
 
     python benchmarks/clients/chat.py CLIENT BASE_URL API_KEY
 
-CLIENT is litellm, instructor, openai_agents, langchain or inspect_ai, which alone is needed. Prints
-a line of JSON for each thing that was tried, and fails on the first that is not as expected.
+CLIENT is litellm, instructor, openai_agents, langchain, inspect_ai or lm_eval, which alone is
+needed. Prints a line of JSON for each thing that was tried, and fails on the first that is not as
+expected.
 """
 
 from __future__ import annotations
@@ -155,8 +156,30 @@ def inspect_ai(url: str, key: str) -> None:
     report("inspect-ai", "eval", [(each.name, each.metrics) for each in log.results.scores])
 
 
+def lm_eval(url: str, key: str) -> None:
+    import os
+
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalChatCompletion
+
+    os.environ["OPENAI_API_KEY"] = key
+    model = LocalChatCompletion(model=MODEL, base_url=f"{url}/chat/completions", num_concurrent=2)
+    how = {"until": ["\n"], "max_gen_toks": 48, "do_sample": False}
+    prompts = [
+        model.apply_chat_template([{"role": "user", "content": text}])
+        for text in (QUESTION, "What is 1 + 1?")
+    ]
+    asked = [
+        Instance("generate_until", {}, (prompt, how), at) for at, prompt in enumerate(prompts * 2)
+    ]
+    found = model.generate_until(asked)
+    assert all(found) and found[:2] == found[2:] and not any("\n" in text for text in found)
+    report("lm-eval", "generate_until, the same text twice", found[:2])
+
+
 CLIENTS: dict[str, Callable[[str, str], None]] = {
-    each.__name__: each for each in (litellm, instructor, openai_agents, langchain, inspect_ai)
+    each.__name__: each
+    for each in (litellm, instructor, openai_agents, langchain, inspect_ai, lm_eval)
 }
 
 if __name__ == "__main__":
