@@ -38,9 +38,11 @@ jaxtyping.install_import_hook(
 # Set before jax loads: simulated devices deadlock in XLA's collectives when the pool has fewer
 # threads than they need.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Half the time to compile. Later versions have no such choice, so that the emitters of fusions are
-# tried with those.
-QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
+# Half the time to compile: no emitters of fusions, and one module of LLVM per program. Later versions
+# have no such choice of emitters, so that those are tried with them.
+QUICK_FLAGS = "--xla_cpu_parallel_codegen_split_count=1"
+if version("jaxlib").startswith("0.10."):
+    QUICK_FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 "
     f"{QUICK_FLAGS}".strip()
@@ -179,8 +181,12 @@ def bucket(
 
 
 @pytest.fixture
-def alone_with_ray() -> Iterator[None]:
-    """Wait until no other test process has a run on Ray, which compiles in six processes."""
+def alone_with_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Wait until no other test process has a run on Ray, which compiles in six processes.
+
+    They inherit the environment, and compile quickly.
+    """
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     XLA_CACHE.parent.mkdir(exist_ok=True)
     with (XLA_CACHE.parent / "ray.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
