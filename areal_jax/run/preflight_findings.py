@@ -335,6 +335,8 @@ def _reward_setting(experiment: Experiment, grade: str) -> str:
         return f"change the agent, workflow.{name}={getattr(workflow, name)}"
     if rewards.form is not None and grade == "no_answer":
         return f"change rewards.form={rewards.form}"
+    if rewards.model is not None:
+        return "train rewards.model on pairs with such answers, or lower rewards.model.weight"
     if rewards.function is not None:
         return f"change the reward function, rewards.function={rewards.function}"
     if isinstance(tasks, Files | Hub):

@@ -404,6 +404,8 @@ def test_every_experiment_passes(name: str, gsm8k: list[str]) -> None:
     if name == "aime_1p5b":
         # Policy and data are on a hub.
         settings = ["policy.path=embedded", "tasks=Files", "eval_tasks=Files", *gsm8k]
+    if name == "rlhf_tiny":
+        settings = ["rewards.model=none"]  # another run writes it
     report = run(name, *settings)
     assert findings(report) == []
     scripts = {row.script for row in report.rows}

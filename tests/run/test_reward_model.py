@@ -38,6 +38,7 @@ from areal_jax.records import Message, RewardResult, Task
 from areal_jax.rewards import http_client
 from areal_jax.rewards.config import RewardConfig, RewardModelConfig
 from areal_jax.rewards.service import RewardService
+from areal_jax.run.preflight import run_preflight
 from areal_jax.run.reward_model import RewardModel, find_reward_model
 from areal_jax.run.serving import engine_backend
 from areal_jax.serve.app import App, listening
@@ -338,6 +339,18 @@ def test_run_trains_on_the_scores(folder: Path, tmp_path: Path) -> None:
     assert last["trainer/reward/reward_model"] == pytest.approx(last["trainer/reward"])
     assert last["trainer/reward_std"] > 0
     assert 0 <= last["trainer/reward/verifier"] <= 1
+
+
+@pytest.mark.slow
+def test_preflight_names_wrong_answers_that_please_the_model(folder: Path) -> None:
+    experiment = load_experiment("aime", f"rewards.model.path={folder}", "tasks.num_tasks=8")
+    report = run_preflight(experiment, "aime")
+    # Random weights score some wrong answer above a right one.
+    assert any(
+        "lower rewards.model.weight" in str(finding)
+        and "less than the reward of a right" in str(finding)
+        for finding in report.findings
+    )
 
 
 @pytest.mark.parametrize(
