@@ -28,7 +28,11 @@ T = TypeVar("T")
 
 CONFIG = ServeConfig(
     engine=EngineConfig(
-        num_slots=8, max_prompt_tokens=64, max_new_tokens=512, steps_per_dispatch=4
+        num_slots=8,
+        max_prompt_tokens=64,
+        max_new_tokens=448,
+        steps_per_dispatch=4,
+        prefill_chunk_tokens=64,
     ),
     limits=LimitsConfig(max_body_bytes=20_000, max_requests=80, max_samples=16),
     devices=1,
@@ -287,8 +291,8 @@ def test_disconnected_client_frees_its_slots(server: Server, client: openai.Open
                 "messages": ASKED,
                 "n": 16,
                 "stream": streams,
-                "min_tokens": 512,
-                "max_tokens": 512,
+                "min_tokens": 448,
+                "max_tokens": 448,
             }
         ).encode()
         host, port = server.url.removeprefix("http://").split(":")
@@ -445,7 +449,7 @@ def test_models_are_named(client: openai.OpenAI):
     ("how", "words"),
     [
         ({"messages": [{"role": "user", "content": "1+" * 200}]}, "engine.max_prompt_tokens=64"),
-        ({"max_tokens": 513}, "engine.max_new_tokens=512"),
+        ({"max_tokens": 449}, "engine.max_new_tokens=448"),
         ({"n": 17}, "limits.max_samples=16"),
         ({"temperature": 3.0}, "less than or equal to 2, found 3"),
         (
