@@ -103,16 +103,17 @@ class Steps:
         """Add a step, its samples and, every 50 steps, an evaluation."""
         version, values = self._num_done, self._rng.normal(size=len(self._names))
         noise = dict(zip(self._names, (values + math.sin(version / 300)).tolist(), strict=True))
+        noise["trainer/samples"] = GROUPS * SAMPLES_PER_GROUP
         self._metrics.write(f"{encode({'version': version, 'time_s': 1e9 + version, **noise})}\n")
         if version % 50 == 0:
             score = {"evaluation/pass@1": 0.5, "evaluation/pass@1_stderr": 0.01}
             self._metrics.write(f"{encode({'version': version, **score})}\n")
         for group in range(GROUPS * version, GROUPS * (version + 1)):
-            for _ in range(SAMPLES_PER_GROUP):
-                text = self._rows[self._rng.integers(len(self._rows))]
-                text = text.replace('"group":0,', f'"group":{group},', 1)
-                text = text.replace('"task":"t', f'"task":"t{group % 4096}-', 1)
-                self._samples.write(f'{{"version":{version},{text}\n'.encode())
+            first = SAMPLES_PER_GROUP * self._rng.integers(len(self._rows) // SAMPLES_PER_GROUP)
+            for text in self._rows[first : first + SAMPLES_PER_GROUP]:
+                of_group = text.replace('"group":0,', f'"group":{group},', 1)
+                of_group = of_group.replace('"task":"t', f'"task":"t{group % 4096}-', 1)
+                self._samples.write(f'{{"version":{version},{of_group}\n'.encode())
         self._num_done += 1
 
     def flush(self) -> None:
