@@ -290,6 +290,11 @@ class RewardResult:
         if self.kind == "infrastructure":
             object.__setattr__(self, "failed", True)
 
+    @property
+    def credit(self) -> float:
+        """The score; where there is none, 1 for a correct answer and 0 for any other."""
+        return float(self.kind == "correct") if self.score is None else self.score
+
     def to_reward(self, correct: float, wrong: float, no_answer: float | None = None) -> float:
         """Return the reward.
 
@@ -300,7 +305,7 @@ class RewardResult:
         """
         if self.kind == "no_answer" and no_answer is not None:
             return no_answer
-        score = float(self.kind == "correct") if self.score is None else self.score
+        score = self.credit
         if self.kind == "scored":
             return score
         return wrong + score * (correct - wrong)

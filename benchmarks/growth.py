@@ -6,7 +6,7 @@ Each curve is measured at sizes that double or more, and has the exponent of a p
 the upper half of them (least squares of logarithms): 1 is linear. Time is processor time of this
 process, but for the trainer, where it is wall time; memory is what XLA compiles.
 
-- trainer: an update of the embedded policy, by packed tokens;
+- trainer: an update of the tiny model of train_mfu.py, by packed tokens;
 - decode memory: the program `generate` with its caches, by tokens of the KV cache;
 - engines: routing and completing 16 requests for each engine, up to 4096 engines;
 - queue: scheduling every request of a queue of up to a million, without a device;

@@ -153,4 +153,9 @@ def part_of(device: jax.Device) -> tuple[int, int]:
     """
     # Compile-only devices of a single slice and other platforms have no slices.
     of_slice = int(getattr(device, "slice_index", 0))
-    return of_slice, device.process_index if device.platform in ("gpu", "cuda") else 0
+    return of_slice, device.process_index if is_gpu(device) else 0
+
+
+def is_gpu(device: jax.Device) -> bool:
+    """Return whether a device is a GPU, there or compile-only."""
+    return device.platform in ("gpu", "cuda")

@@ -68,11 +68,8 @@ class Judge:
         if config.weight == 1:
             kind = "correct" if found.score == 1 else "wrong"
             return RewardResult(kind, score=found.score, components={"judge": found.score})
-        by_verifier = float(verified.kind == "correct")
-        if verified.score is not None:
-            by_verifier = verified.score
-        score = (1 - config.weight) * by_verifier + config.weight * found.score
-        components = {"verifier": by_verifier, "judge": found.score}
+        score = (1 - config.weight) * verified.credit + config.weight * found.score
+        components = {"verifier": verified.credit, "judge": found.score}
         return replace(verified, score=score, components={**verified.components, **components})
 
     def counters(self) -> dict[str, float]:

@@ -135,15 +135,11 @@ class ModelReward:
     def _combine(self, score: float, verified: RewardResult | None) -> RewardResult:
         weight = self.config.weight
         if self._scale == "unit":
-            # Without overflow for scores of either sign.
-            score = 0.5 + 0.5 * math.tanh(score / 2)
+            score = sigmoid(score)
         components = {"reward_model": score}
         if verified is not None:
-            by_verifier = float(verified.kind == "correct")
-            if verified.score is not None:
-                by_verifier = verified.score
-            components = {**verified.components, "verifier": by_verifier, **components}
-            score = (1 - weight) * by_verifier + weight * score
+            components = {**verified.components, "verifier": verified.credit, **components}
+            score = (1 - weight) * verified.credit + weight * score
         if self._scale == "raw":
             return RewardResult("scored", score=score, components=components)
         if verified is None:
@@ -158,3 +154,8 @@ class ModelReward:
             "model_s": self._seconds,
             **self.scorer.counters(),
         }
+
+
+def sigmoid(score: float) -> float:
+    """Return 1 / (1 + exp(-score)), without overflow for scores of either sign."""
+    return 0.5 + 0.5 * math.tanh(score / 2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from areal_jax.data.tool_calls import ParsedOutput, ToolCall
 from areal_jax.data.tool_dialects import resembles_call
 from areal_jax.errors import EngineStopped, InvalidRequest, first_error
 from areal_jax.records import Completion, Message, OnProgress, Progress, empty_completion
+from areal_jax.rewards.reward_model import sigmoid
 from areal_jax.serve import anthropic_messages, openai_responses
 from areal_jax.serve.bodies import (
     Chat,
@@ -364,7 +364,7 @@ class App:
         self._num_requests += 1
         self._metrics.prompt_tokens.inc(num_tokens)
         if scored.use_activation:
-            score = 0.5 + 0.5 * math.tanh(score / 2)  # the sigmoid, without overflow
+            score = sigmoid(score)
         found = {"index": 0, "label": "LABEL_0", "probs": [score], "num_classes": 1}
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens, "completion_tokens": 0}
         answer = {"id": f"classify-{self._num_requests}", "object": "list", "created": now()}

@@ -16,6 +16,7 @@ from areal_jax.models.decoder import Policy
 from areal_jax.models.moe import row_layout
 from areal_jax.models.tpu_packed_attention import LANES
 from areal_jax.parallel.sharding import TRAIN_RULES, bytes_per_device, num_shards, shardings
+from areal_jax.parallel.torus import is_gpu
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import critic_config
 from areal_jax.trainer.optimizer import make_optimizer
@@ -86,11 +87,11 @@ def predicted_bytes(
         gathered, of_layer = _gathered_explicitly(policy, mesh, compute_dtype)
         # One layer is recomputed when the logits have been freed.
         layer = max(0, layer + of_layer - logits)
-    if _on_gpu(mesh):
+    if is_gpu(mesh.devices.flat[0]):
         logits, layer = _gpu_logits(
             policy, outputs, chunk, tokens, compute_dtype, logits, layer, is_explicit=is_explicit
         )
-    if mesh.shape["data"] > 1 and (policy.lora or not _on_gpu(mesh)):
+    if mesh.shape["data"] > 1 and (policy.lora or not is_gpu(mesh.devices.flat[0])):
         # Gradients of adapters are summed over devices after the last layer, beside those
         # accumulated before. Others are summed in an update, and on TPUs need less than this.
         gathered += params
@@ -152,7 +153,7 @@ def _activations(
         wide = WIDE_PER_WIDTH * width * _FLOAT32 * tokens // (2 if policy.lora else 1)
         return model.num_hidden_layers * (whole(SAVED_PER_MLP) + wide), 0
     # Sums of exponentials of the kernel for TPUs have one number in each lane until they are saved.
-    has_lanes = is_explicit and not _on_gpu(mesh)
+    has_lanes = is_explicit and not is_gpu(mesh.devices.flat[0])
     lanes = heads * (LANES - 1) * _FLOAT32 * tokens // tensor if has_lanes else 0
     kept = width * itemsize
     if config.remat in ("attention", "dots"):
@@ -211,7 +212,7 @@ def _expert_row_bytes(moe: MoEConfig, width: int, tokens: int, mesh: Mesh, items
     assignments = tokens * mesh.shape["expert"] * moe.num_experts_per_tok
     block, rows = row_layout(assignments, moe.num_experts // mesh.shape["expert"])
     inner = moe.moe_intermediate_size // mesh.shape["tensor"]
-    if not _on_gpu(mesh):
+    if not is_gpu(mesh.devices.flat[0]):
         return rows * (ROWS_OF_WIDTH * width + ROWS_OF_EXPERT * inner) * itemsize
     of_blocks = rows // block * GPU_MATRICES_OF_BLOCK * width * inner
     return (rows * (GPU_ROWS_OF_WIDTH * width + ROWS_OF_EXPERT * inner) + of_blocks) * itemsize
@@ -270,10 +271,6 @@ def _gathered_explicitly(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -
     # XLA casts the parts of all layers before the loop over them.
     cast = of_layers * dtype.itemsize // _FLOAT32 if dtype.itemsize < _FLOAT32 else 0
     return cast + head * (_FLOAT32 + dtype.itemsize), whole
-
-
-def _on_gpu(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform in ("gpu", "cuda")
 
 
 _FLOAT32 = jnp.dtype(jnp.float32).itemsize
