@@ -35,6 +35,41 @@ Sums = Mapping[str, tuple[float, float]]
 """Sum and weight of each metric."""
 
 
+class EngineLoads(dict[int, int]):
+    """Load of each engine by its number, from which the lowest is found without a search.
+
+    `loads[number] = load` and `del loads[number]` alone change it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Heap of load and engine; outdated entries are dropped when they reach the top.
+        self._entries: list[tuple[int, int]] = []
+
+    def __setitem__(self, number: int, load: int) -> None:
+        super().__setitem__(number, load)
+        heappush(self._entries, (load, number))
+        if len(self._entries) > 4 * len(self) + 64:
+            self._entries = [(load, number) for number, load in self.items()]
+            heapify(self._entries)
+
+    def find_least(self, is_able: Callable[[int], bool] | None = None) -> int | None:
+        """Return the able engine with the lowest load, the first of several; None: none is able."""
+        entries, passed = self._entries, list[tuple[int, int]]()
+        while entries:
+            load, number = entries[0]
+            if self.get(number) != load:
+                heappop(entries)
+            elif is_able is None or is_able(number):
+                break
+            else:
+                passed.append(heappop(entries))
+        found = entries[0][1] if entries else None
+        for entry in passed:
+            heappush(entries, entry)
+        return found
+
+
 class Router:
     """Load of each engine, and the prompt prefixes that its prefix cache may hold.
 
@@ -44,38 +79,36 @@ class Router:
 
     def __init__(self) -> None:
         self._patience: dict[int, int] = {}
-        # Requested samples that are not finished, by engine.
-        self._load: dict[int, int] = {}
-        # Heap of load and engine; outdated entries are dropped when they reach the top.
-        self._by_load: list[tuple[int, int]] = []
+        # Requested samples that are not finished.
+        self._loads = EngineLoads()
         # The engine to which each prefix was routed last, by digest; least recently used first.
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
     def add_engine(self, number: int, num_slots: int) -> None:
         """Add an engine."""
         self._patience[number] = max(num_slots // 4, 1)
-        self._set_load(number, 0)
+        self._loads[number] = 0
 
     def remove_engine(self, number: int) -> None:
         """Remove an engine."""
-        del self._patience[number], self._load[number]
+        del self._patience[number], self._loads[number]
 
     def load(self, number: int) -> int:
         """Return the number of unfinished samples of an engine."""
-        return self._load[number]
+        return self._loads[number]
 
     def route(
         self,
         prompt_tokens: Int32[np.ndarray, "P"],
         num_samples: int,
-        is_able: Callable[[int], bool] = lambda _: True,
+        is_able: Callable[[int], bool] | None = None,
     ) -> int:
         """Choose an engine for a request, and add the request to its load.
 
         Args:
             prompt_tokens: The prompt.
             num_samples: Number of samples.
-            is_able: Whether to choose an engine; if none is able, all are.
+            is_able: Whether to choose an engine; if none is able, or without it, all are.
 
         Returns:
             The engine's number.
@@ -89,11 +122,11 @@ class Router:
 
     def complete(self, number: int, num_samples: int) -> None:
         """Subtract finished samples from an engine's load, if the engine still exists."""
-        if number in self._load:
-            self._set_load(number, self._load[number] - num_samples)
+        if number in self._loads:
+            self._loads[number] -= num_samples
 
     def _digests(self, prompt_tokens: Int32[np.ndarray, "P"]) -> list[bytes]:
-        return digests(prompt_tokens) if len(self._load) > 1 else []
+        return digests(prompt_tokens) if len(self._loads) > 1 else []
 
     def _add(self, number: int, prefixes: Sequence[bytes], num_samples: int) -> int:
         for prefix in prefixes:
@@ -101,43 +134,22 @@ class Router:
             self._seen.move_to_end(prefix)
         while len(self._seen) > MAX_PREFIXES:
             self._seen.popitem(last=False)
-        self._set_load(number, self._load[number] + num_samples)
+        self._loads[number] += num_samples
         return number
 
-    def _set_load(self, number: int, load: int) -> None:
-        self._load[number] = load
-        heappush(self._by_load, (load, number))
-        if len(self._by_load) > 4 * len(self._load) + 64:
-            self._by_load = [(load, number) for number, load in self._load.items()]
-            heapify(self._by_load)
-
-    def _choose(self, prefixes: Sequence[bytes], is_able: Callable[[int], bool]) -> int:
-        least = self._find_least(is_able)
+    def _choose(self, prefixes: Sequence[bytes], is_able: Callable[[int], bool] | None) -> int:
+        least = self._loads.find_least(is_able)
         if least is None:
-            is_able = self._load.__contains__
-            least = self._find_least(is_able)
+            is_able, least = None, self._loads.find_least()
             assert least is not None
         for prefix in reversed(prefixes):
             known = self._seen.get(prefix)
-            if known is not None and known in self._load and is_able(known):
-                lead = self._load[known] - self._load[least]
+            if known is None or known not in self._loads:
+                continue
+            if is_able is None or is_able(known):
+                lead = self._loads[known] - self._loads[least]
                 return known if lead <= self._patience[known] else least
         return least
-
-    def _find_least(self, is_able: Callable[[int], bool]) -> int | None:
-        """Return the able engine with the lowest load, the first of several."""
-        passed, found = list[tuple[int, int]](), None
-        while self._by_load and found is None:
-            load, number = self._by_load[0]
-            if self._load.get(number) == load and is_able(number):
-                found = number
-            else:
-                heappop(self._by_load)
-                if self._load.get(number) == load:
-                    passed.append((load, number))
-        for entry in passed:
-            heappush(self._by_load, entry)
-        return found
 
 
 def digests(tokens: Int32[np.ndarray, "P"]) -> list[bytes]:

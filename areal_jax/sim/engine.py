@@ -114,8 +114,6 @@ class SimulatedEngine:
         self.up = True
         self.held_back: int | None = None
         """Version that waits for the running sequences to end."""
-        self.load = 0
-        """Running and waiting sequences."""
         self.waiting: deque[SimulatedSequence] = deque()
         self.live: dict[int, SimulatedSequence] = {}
         """Running sequences in order of admission."""
@@ -232,7 +230,6 @@ class SimulatedEngine:
         left = [self._free_slot(number) for number in list(self.live)] + list(self.waiting)
         self.held_back = None
         self.waiting.clear()
-        self.load = 0
         return left
 
     def stamps(self, sequence: SimulatedSequence) -> list[tuple[int, int]]:

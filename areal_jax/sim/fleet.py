@@ -6,10 +6,10 @@ import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from areal_jax.engine.routing import EngineLoads
 from areal_jax.errors import EngineStopped
 from areal_jax.records import Completion, Request, StopReason
 from areal_jax.sim.costs import DecodeCosts, Step
@@ -61,8 +61,10 @@ class SimulatedFleet:
         self._version = version
         self._steps: dict[int, Step] = {}
         self._jobs: dict[str, SimulatedRequest] = {}
-        # Heap of load and index; outdated entries are dropped when they reach the top.
-        self._by_load = [(0, index) for index in range(num_engines)]
+        # Unfinished sequences of the engines that are up, by index.
+        self._loads = EngineLoads()
+        for index in range(num_engines):
+            self._loads[index] = 0
         self._changed: set[int] = set()
         """Engines that received sequences since the last iteration of the loop."""
         self._unassigned: list[SimulatedSequence] = []
@@ -139,6 +141,7 @@ class SimulatedFleet:
         engine.advance(now_s)
         self.counts["failures"] += 1
         sequences, engine.up = engine.leave(), False
+        del self._loads[index]
         engine.set_timer()
         for sequence in sequences:
             self._send(sequence)
@@ -175,7 +178,7 @@ class SimulatedFleet:
     ) -> None:
         """Record a finished sequence."""
         job = sequence.job
-        self._set_load(engine, -1)
+        self._loads[engine.index] -= 1
         self.counts["tokens"] += sequence.length
         self.counts["sequences"] += 1
         job.sampled[sequence.sample] = self._completion(stamps, sequence.stop_reason)
@@ -187,25 +190,15 @@ class SimulatedFleet:
             job.answer.set_result([done for done in job.sampled if done is not None])
 
     def _send(self, sequence: SimulatedSequence) -> None:
-        while self._by_load:
-            load, index = self._by_load[0]
-            engine = self.engines[index]
-            if engine.up and engine.load == load:
-                engine.waiting.append(sequence)
-                self._set_load(engine, 1)
-                if not self._changed:
-                    self.loop.call_soon(self._settle)
-                self._changed.add(index)
-                return
-            heappop(self._by_load)
-        self._unassigned.append(sequence)
-
-    def _set_load(self, engine: SimulatedEngine, change: int) -> None:
-        engine.load += change
-        heappush(self._by_load, (engine.load, engine.index))
-        if len(self._by_load) > 64 + 8 * len(self.engines):
-            self._by_load = [(engine.load, engine.index) for engine in self.engines if engine.up]
-            heapify(self._by_load)
+        index = self._loads.find_least()
+        if index is None:
+            self._unassigned.append(sequence)
+            return
+        self.engines[index].waiting.append(sequence)
+        self._loads[index] += 1
+        if not self._changed:
+            self.loop.call_soon(self._settle)
+        self._changed.add(index)
 
     def _settle(self) -> None:
         now_s = self.loop.time()
@@ -231,7 +224,7 @@ class SimulatedFleet:
         engine.advance(self.loop.time())
         engine.up = True
         engine.swap(self._version)
-        self._set_load(engine, 0)
+        self._loads[engine.index] = 0
         unassigned, self._unassigned = self._unassigned, []
         for sequence in unassigned:
             self._send(sequence)
