@@ -142,7 +142,7 @@ def test_conversation_stays_on_its_engine_unless_it_is_busy() -> None:
             if i % 2:
                 await future
         await asyncio.sleep(0)
-        while any(together._router._load.values()):
+        while any(together._router.load(number) for number in (0, 1)):
             await asyncio.sleep(0.01)
         for i in (3, 1, 2, 0):
             # What was said and 30 tokens more.
@@ -156,7 +156,7 @@ def test_conversation_stays_on_its_engine_unless_it_is_busy() -> None:
         other = together.submit(request("other", prefixes[0].tolist(), seed=9))
         homes = home(engine_loops, "held"), home(engine_loops, "other")
         await asyncio.gather(held, other)
-        assert together._router._load == {0: 0, 1: 0}
+        assert [together._router.load(number) for number in (0, 1)] == [0, 0]
         return first, again, len(set(homes))
 
     first, again, num_homes = run(main)
@@ -179,7 +179,7 @@ def test_a_snapshot_holds_the_requests_of_all_engines() -> None:
         futures["r2"].cancel()
         answers = await asyncio.gather(*(futures[name] for name in ("r0", "r1", "r3")))
         assert [len(completion.tokens) for answer in answers for completion in answer] == [20] * 12
-        assert together._router._load == {0: 0, 1: 0}
+        assert [together._router.load(number) for number in (0, 1)] == [0, 0]
 
     run(main)
 
