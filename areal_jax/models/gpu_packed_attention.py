@@ -303,13 +303,16 @@ class _Specs:
 def _call(
     kernel: Callable[..., None], blocking: Blocking, settings: _Settings, **spec: Any
 ) -> Callable[..., Any]:
-    return pl.pallas_call(
-        partial(kernel, blocking=blocking, scale=settings.scale, window=settings.window),
-        compiler_params=triton.CompilerParams(
-            num_warps=blocking.num_warps, num_stages=blocking.num_stages
-        ),
-        interpret=settings.interpret,
-        **spec,
+    # jax drops an unused call of `jit`, as that of rematerialization is, but none of `pallas_call`.
+    return jax.jit(
+        pl.pallas_call(
+            partial(kernel, blocking=blocking, scale=settings.scale, window=settings.window),
+            compiler_params=triton.CompilerParams(
+                num_warps=blocking.num_warps, num_stages=blocking.num_stages
+            ),
+            interpret=settings.interpret,
+            **spec,
+        )
     )
 
 
