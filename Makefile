@@ -15,8 +15,9 @@ TRAIN_ARGS ?=
 TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
-# Python compiles what is imported, a fifth of the files of all libraries, and keeps it.
-INSTALL ?= $(BIN)/python -m pip install --no-compile
+# uv takes a fifth of pip's time; it does not read pip's configuration, where pip takes over. Python compiles what is imported,
+# a fifth of the files of all libraries, and keeps it.
+INSTALL = $(BIN)/uv pip install --python $(BIN)/python $(1) || $(BIN)/python -m pip install --no-compile $(1)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all test-gpu-compile lint docs site
@@ -45,13 +46,16 @@ docs:
 site: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(INSTALL) --quiet --editable .
+$(VENV)/.installed: pyproject.toml | $(BIN)/uv
+	$(call INSTALL,--quiet --editable .)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(INSTALL) --quiet --editable ".[$(EXTRAS)]"
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/uv
+	$(call INSTALL,--quiet --editable ".[$(EXTRAS)]")
 	@touch $@ $(VENV)/.installed
+
+$(BIN)/uv: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet uv
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"{sys.executable} is Python {v[0]}.{v[1]}; areal_jax needs 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)")'
