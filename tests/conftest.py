@@ -47,6 +47,10 @@ os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 "
     f"{QUICK_FLAGS}".strip()
 )
+# Most tests compile more than they compute. With 0 here, programs are those of a user, as they are
+# where there are compilers of accelerators.
+has_compilers = any(map(importlib.util.find_spec, ("libtpu", "jax_cuda13_plugin")))
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "0" if has_compilers else "1")
 os.environ["NPROC"] = "16"
 # Many tests compile the same small programs, in processes of their own too: each is compiled once,
 # and not again by later runs. jax's own limit of the size would list the folder at every write.
@@ -125,16 +129,6 @@ def bounded_memory() -> Iterator[None]:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-@pytest.fixture(scope="module")
-def quick_compilation() -> Iterator[None]:
-    """Disable most of XLA's optimizations, for tests that compile more than they compute."""
-    import jax
-
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture
 def no_compilation_cache() -> Iterator[None]:
     """Compile every program: XLA on CPU cannot serialize one that it has read from its cache."""
@@ -151,10 +145,10 @@ def no_compilation_cache() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def of_a_command() -> dict[str, str]:
-    """Return the environment of a subprocess: this package, one device, and quick compilation."""
+    """Return the environment of a subprocess: this package and one device."""
     kept = {name: value for name, value in os.environ.items() if name != "NPROC"}
     here = {"PYTHONPATH": str(Path(__file__).parents[1])}
-    return kept | here | {"XLA_FLAGS": QUICK_FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return kept | here | {"XLA_FLAGS": QUICK_FLAGS}
 
 
 @pytest.fixture(scope="session")
@@ -181,12 +175,8 @@ def bucket(
 
 
 @pytest.fixture
-def alone_with_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Wait until no other test process has a run on Ray, which compiles in six processes.
-
-    They inherit the environment, and compile quickly.
-    """
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+def alone_with_ray() -> Iterator[None]:
+    """Wait until no other test process has a run on Ray, which compiles in six processes."""
     XLA_CACHE.parent.mkdir(exist_ok=True)
     with (XLA_CACHE.parent / "ray.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

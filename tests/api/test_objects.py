@@ -171,7 +171,6 @@ def test_workflow_without_a_method_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 def test_objects_train_and_resume(tmp_path: Path) -> None:
     calls = list[str]()
 

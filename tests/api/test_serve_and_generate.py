@@ -16,7 +16,7 @@ import areal_jax
 from areal_jax.config.experiment import Experiment
 from areal_jax.errors import ConfigError
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SMALL = (
     "engine.num_slots=4",

@@ -27,8 +27,6 @@ from areal_jax.config.policy_names import RunCheckpoint, named_policy
 from areal_jax.errors import ConfigError
 from areal_jax.parallel.config import PlacementConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:

@@ -43,7 +43,6 @@ def test_weight_updates_arrive_by_token_count() -> None:
     assert there_and_back == [*range(NUM_VERSIONS), *range(NUM_VERSIONS - 2, -1, -1), 1]
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.slow
 def test_drift_covers_tokens_after_a_swap() -> None:
     policy = Policy(hf.read_config(EMBEDDED))

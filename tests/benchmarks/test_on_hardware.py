@@ -8,8 +8,6 @@ import numpy as np
 import on_hardware
 import pytest
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.slow
 def test_kernels_of_this_machine_agree_with_the_formula() -> None:

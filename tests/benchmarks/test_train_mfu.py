@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import train_mfu
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROW_TOKENS = 512
 
 

@@ -37,8 +37,6 @@ from areal_jax.run.serving import engine_backend
 from areal_jax.serve.app import App, listening
 from areal_jax.serve.config import ServeConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TOKEN = "secret"
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from tiny_decode import CONFIG, POLICY, answer, laid_out, params_of, request, whole
 from tiny_decode import engine as plain_engine
 
@@ -23,8 +22,6 @@ from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import Completion, Request, Weights
 from areal_jax.weights.pinned import Pinned
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 NUM_ADAPTERS = 3
 BUCKET = Policy(POLICY.config, LoRA(rank=8))

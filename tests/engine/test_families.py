@@ -21,8 +21,6 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.rl.logprobs import token_logprobs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 WINDOW = {
     "architectures": ["Qwen3ForCausalLM"],
     "head_dim": 8,

@@ -25,7 +25,7 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Completion, Weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 FIXTURES = Path(__file__).parents[1] / "models" / "parity"
 # The last checkpoint of each architecture.

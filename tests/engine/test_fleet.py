@@ -22,8 +22,6 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import engine_meshes, make_meshes
 from areal_jax.records import Completion, Request
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LONG = chz.replace(CONFIG, num_slots=4, max_prompt_tokens=3 * BLOCK_TOKENS)
 
 

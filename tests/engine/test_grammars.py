@@ -37,8 +37,6 @@ from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.errors import EngineStopped, InvalidRequest
 from areal_jax.records import Completion, Request
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # One token for each character, and one that ends an answer.
 LETTERS = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345{}":,'
 STOP = 63

@@ -28,8 +28,6 @@ from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.sequence import SequenceState
 from areal_jax.records import Completion, Request
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PAGES = CONFIG.__class__(
     num_slots=8, max_prompt_tokens=60, max_new_tokens=40, steps_per_dispatch=4, page_tokens=8
 )

@@ -25,8 +25,6 @@ from areal_jax.records import Completion
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.weights.local import WeightChannel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PROMPT = (5, 9, 33, 2, 17)
 ADAPTED = Policy(POLICY.config, LoRA(rank=4, alpha=8.0))
 PLACEMENTS = {

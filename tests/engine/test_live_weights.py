@@ -19,8 +19,6 @@ from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.records import Completion
 from areal_jax.weights.local import WeightChannel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PROMPT = (5, 9, 33, 2, 17)
 
 

@@ -31,7 +31,7 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Completion, Request, Sampling, Weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 FIXTURES = Path(__file__).parents[1] / "models" / "parity_vision"
 CONFIG = EngineConfig(

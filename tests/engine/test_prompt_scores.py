@@ -22,8 +22,6 @@ from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.errors import InvalidRequest
 from areal_jax.records import Completion
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TOKENS = np.random.default_rng(3).integers(0, 64, 31).astype(np.int32)
 
 

@@ -14,8 +14,6 @@ from tiny_decode import CONFIG, POLICY, Shelf, answer, engine, laid_out, request
 from areal_jax.models.decoder import Params
 from areal_jax.models.quantized import Quantized, quantize_layer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def rounded(params: Params, *, dtype: str) -> Params:
     def dequantize(node: jax.Array | Quantized) -> jax.Array:

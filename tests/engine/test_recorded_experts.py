@@ -23,8 +23,6 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Completion, Request, Weights
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 POLICY = Policy(
     ModelConfig.from_hf(
         {

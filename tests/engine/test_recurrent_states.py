@@ -25,8 +25,6 @@ from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Completion, Request, Weights
 from areal_jax.rl.logprobs import token_logprobs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 POLICY = Policy(
     ModelConfig.from_hf(
         {

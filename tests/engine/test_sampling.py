@@ -10,8 +10,6 @@ import pytest
 
 from areal_jax.engine import sampling
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 jitted_sample = jax.jit(sampling.sample_tokens)
 keep_most_likely = jax.jit(sampling.keep_most_likely)
 uniforms = jax.jit(sampling.uniforms)

@@ -25,8 +25,6 @@ from areal_jax.engine.token_log import TokenLog
 from areal_jax.errors import InvalidRequest
 from areal_jax.records import Completion, Progress, Request
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PROMPT = (5, 9, 33, 2, 17)
 
 

@@ -21,8 +21,6 @@ from areal_jax.models.gpu_packed_attention import gpu_attention
 from areal_jax.models.tpu_packed_attention import tpu_attention
 from areal_jax.parallel.sharding import TRAIN_RULES
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)

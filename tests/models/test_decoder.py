@@ -15,8 +15,6 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import TRAIN_RULES, put_batch, sharding, shardings
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FAMILIES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
 B, T = 2, 12
 TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 40, (B, T)), jnp.int32)

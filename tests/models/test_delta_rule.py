@@ -8,7 +8,6 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from areal_jax.models.architecture import LinearAttention
 from areal_jax.models.delta_rule import (
@@ -19,8 +18,6 @@ from areal_jax.models.delta_rule import (
     local_recurrence,
     state_shapes,
 )
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 K, V, H, E, W = 2, 4, 3, 5, 4
 LENGTH = 2 * CHUNK_TOKENS + 21

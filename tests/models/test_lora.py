@@ -23,8 +23,6 @@ from areal_jax.models.config import LoRA, Target
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.traits import TRAITS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FIXTURES = Path(__file__).parent / "parity_peft"
 BASES = Path(__file__).parent / "parity"
 ADAPTERS = ["qwen2", "llama", "qwen3"]

@@ -20,8 +20,6 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_rollout_mesh, make_train_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES, put_batch, shardings
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, T, D, F, E, K = 8, 6, 8, 6, 4, 2
 
 

@@ -25,8 +25,6 @@ from areal_jax.models.paged_attention import (
 from areal_jax.models.paged_kernels import gpu_paged_attention
 from areal_jax.models.tpu_paged_attention import tpu_paged_attention
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, N, K, H, P, PAGE, MOST = 3, 4, 2, 16, 64, 16, 20
 LENGTHS = (1, 70, 300)
 rng = np.random.default_rng(0)

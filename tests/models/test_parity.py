@@ -20,8 +20,6 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FIXTURES = Path(__file__).parent / "parity"
 QUANTIZED = "gpt_oss_mxfp4"
 FAMILIES = sorted(

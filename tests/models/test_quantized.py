@@ -19,8 +19,6 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.parallel.sharding import ROLLOUT_RULES, shardings
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def quantized(params: Params, policy: Policy, dtype: str) -> Params:
     unstacked = policy.unstack(params)

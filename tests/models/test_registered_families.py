@@ -94,7 +94,6 @@ def test_invalid_registrations_are_refused(changed: dict[str, Any], message: str
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 def test_registered_family_trains(tmp_path: Path) -> None:
     register()
     folder = write_tiny_policy(tmp_path / "policy")

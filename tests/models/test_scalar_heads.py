@@ -17,8 +17,6 @@ from areal_jax.models.attention import packed_attention
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Policy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FIXTURES = Path(__file__).parent / "parity_scalar"
 SCALAR: list[Readout] = ["TokenClassification", "SequenceClassification"]
 

@@ -28,8 +28,6 @@ from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.objective import policy_learner
 from areal_jax.trainer.step import TrainableModel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 POLICY = Policy(
     ModelConfig.from_hf(
         {

@@ -21,8 +21,6 @@ from areal_jax.rl.distillation import (
 )
 from areal_jax.rl.logprobs import token_divergences, top_predictions
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 THETA = jnp.array([-1.0, -0.5, -2.0, -1.2])
 BEHAVE = np.array([-1.3, -0.9, -0.6, -3.2])
 TEACHER = np.array([-0.8, -0.7, -1.9, -1.0])

@@ -13,8 +13,6 @@ import pytest
 from areal_jax.rl.config import Estimator, KLInLoss, KLInReward, Teacher
 from areal_jax.rl.kl import distilled_advantages, kl_estimate, kl_loss, kl_penalty
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3")
 
 # A policy over five tokens, and another.

@@ -10,8 +10,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from areal_jax.rl.logprobs import token_logprobs, values_before
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, T, D, V = 3, 10, 8, 13
 SEGMENTS = np.array([[1] * 4 + [2] * 6, [1] * 3 + [2] * 1 + [3] * 4 + [0] * 2, [0] * 10], np.int32)
 

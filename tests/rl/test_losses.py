@@ -43,8 +43,6 @@ from areal_jax.rl.importance_weights import (
 from areal_jax.rl.losses import policy_loss
 from areal_jax.rl.token_losses import PolicyLoss, positive_nll, sft_loss
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SETTINGS = ("clip_eps", "clip_eps_high", "dual_clip", "behave_weight_cap", "behave_weight_mode")
 decoupled_ppo_loss = jax.jit(losses.decoupled_ppo_loss, static_argnames=SETTINGS)
 

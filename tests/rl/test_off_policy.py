@@ -14,8 +14,6 @@ from areal_jax.rl.off_policy import (
     sequence_ess,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def drawn(seed: int, rows: int, spread: float) -> tuple[np.ndarray, ...]:
     """Log-weights, mask, age and segment ids of rows with three sequences and padding."""

@@ -13,8 +13,6 @@ from areal_jax.rl.config import DPO, IPO, BradleyTerry, Preference
 from areal_jax.rl.preference import preference_loss
 from areal_jax.rl.token_losses import PolicyLoss
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 loss_of = jax.jit(preference_loss, static_argnums=0)
 EVERY = [DPO(), DPO(beta=0.5, label_smoothing=0.2), IPO(), IPO(beta=0.4), BradleyTerry()]
 NAMES = ["DPO", "smoothed DPO", "IPO", "IPO of another beta", "Bradley-Terry"]

@@ -11,8 +11,6 @@ import pytest
 
 from areal_jax.rl.token_losses import value_loss
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VALUES = np.array([1.0, 2.0, 0.2, 3.0])
 OLD = np.array([1.2, 1.0, 0.0, 2.9])
 RETURNS = np.array([2.0, 3.0, -1.0, 0.0])

@@ -16,8 +16,6 @@ from areal_jax.run.make_plan import make_plan
 from areal_jax.run.plan import Plan
 from areal_jax.sim.measured import StageTimes
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 AUTO = "placement.rollout_share=auto"
 SMALL = (
     AUTO,

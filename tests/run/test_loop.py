@@ -64,8 +64,6 @@ from areal_jax.trainer.ppo import Trainer
 from areal_jax.workflows.config import MultiTurn
 from areal_jax.workflows.single_turn import SingleTurn
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ONE = PlacementConfig()
 # Two engines of two devices each.
 FOUR_AND_FOUR = PlacementConfig(

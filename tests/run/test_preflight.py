@@ -53,9 +53,6 @@ LIVE = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 def run(name: str, *overrides: str) -> PreflightReport:
     return run_preflight(load_experiment(name, *overrides), name)
 

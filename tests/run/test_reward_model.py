@@ -44,8 +44,6 @@ from areal_jax.run.serving import engine_backend
 from areal_jax.serve.app import App, listening
 from areal_jax.serve.config import LimitsConfig, ServeConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PARITY = Path(__file__).parents[1] / "models" / "parity_scalar" / "reward"
 TASK = Task("sum", (Message("user", "What is 1 + 1?"),), "2", "math")
 POEM = Task("poem", (Message("user", "A poem!"),), "", "poem")

@@ -115,7 +115,6 @@ def test_hints_of_a_teacher_are_refused_with_images(experiment: Experiment, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 def test_the_server_answers_about_images(experiment: Experiment) -> None:
     folder = Path(experiment.policy.path)
     policy = Policy(read_config(folder))
@@ -157,7 +156,6 @@ def test_the_server_answers_about_images(experiment: Experiment) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 def test_engine_and_trainer_see_the_same_images(experiment: Experiment, tmp_path: Path) -> None:
     result = areal_jax.train(experiment, tmp_path / "run")
     assert result.version == 2
@@ -175,7 +173,6 @@ def test_engine_and_trainer_see_the_same_images(experiment: Experiment, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 def test_a_critic_reads_images(experiment: Experiment, tmp_path: Path) -> None:
     result = areal_jax.train(experiment.replace("trainer.advantages=GAE"), tmp_path / "run")
     assert result.version == 2

@@ -24,8 +24,6 @@ from areal_jax.records import Request, Sampling
 from areal_jax.run.serving import engine_backend, find_served
 from areal_jax.serve.config import ServeConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = ServeConfig(
     engine=EngineConfig(num_slots=1, max_prompt_tokens=16, max_new_tokens=16), devices=1
 )

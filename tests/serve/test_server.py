@@ -55,7 +55,7 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(quick_compilation: None) -> Iterator[Server]:
+def server() -> Iterator[Server]:
     started, ready = threading.Event(), list[Server]()
 
     async def serve() -> None:

@@ -167,11 +167,9 @@ def test_formats_are_refused_where_the_engine_has_no_grammars():
 
 # The real engine.
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory, quick_compilation: None) -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of the embedded policy, with a template that renders tools."""
     folder = Path(tmp_path_factory.mktemp("policy"))
     for file in EMBEDDED.iterdir():

@@ -19,9 +19,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(
-    policy: Path, tmp_path_factory: pytest.TempPathFactory, quick_compilation: None
-) -> Iterator[ListeningServer]:
+def server(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ListeningServer]:
     with serving(policy, tmp_path_factory.mktemp("run")) as found:
         yield found
 

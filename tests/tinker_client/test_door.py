@@ -166,9 +166,7 @@ def test_operations_run_in_the_order_of_their_numbers(server: ListeningServer) -
     assert result(server, later)[1]["metrics"]["grad_norm"] > 0
 
 
-def test_large_bodies_and_full_queues_are_refused(
-    policy: Path, tmp_path: Path, quick_compilation: None
-) -> None:
+def test_large_bodies_and_full_queues_are_refused(policy: Path, tmp_path: Path) -> None:
     limits = (
         *("limits.max_body_bytes=20000", "limits.max_json_bytes=2000", "limits.hold_s=0.05"),
         *("limits.max_queued_operations=3", "limits.max_queued_samples=2", "limits.max_models=1"),

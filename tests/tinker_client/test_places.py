@@ -43,7 +43,6 @@ def pools() -> Iterator[list[EnginePool]]:
 def server(
     policy: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    quick_compilation: None,
     pools: list[EnginePool],
 ) -> Iterator[ListeningServer]:
     with serving(

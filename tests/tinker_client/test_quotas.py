@@ -31,9 +31,7 @@ ADAM = types.AdamParams(learning_rate=1e-3)
 
 
 @pytest.fixture(scope="module")
-def server(
-    policy: Path, tmp_path_factory: pytest.TempPathFactory, quick_compilation: None
-) -> Iterator[ListeningServer]:
+def server(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ListeningServer]:
     folder = tmp_path_factory.mktemp("run")
     (folder / "tenants.toml").write_text(TENANTS)
     given = f"tenants={folder / 'tenants.toml'}", "limits.hold_s=0.05"
@@ -121,9 +119,7 @@ def test_each_quota_refuses_with_429_and_others_go_on(
         call(url, "cancel_future", {"request_id": f"{model}:{seq}"}, key=key)
 
 
-def test_a_flood_of_requests_does_not_starve_another_tenant(
-    policy: Path, tmp_path: Path, quick_compilation: None
-) -> None:
+def test_a_flood_of_requests_does_not_starve_another_tenant(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "tenants.toml").write_text(TENANTS)
     with serving(policy, tmp_path, f"tenants={tmp_path / 'tenants.toml'}") as server:
         flood, quiet = (

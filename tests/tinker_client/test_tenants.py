@@ -52,7 +52,7 @@ class Tenant:
 
 
 def test_interleaved_tenants_get_what_each_gets_alone(
-    policy: Path, tmp_path: Path, quick_compilation: None, monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With room for one model and one adapter, so that both are moved in and out all the time.
     limits = "limits.max_resident_models=1", "limits.max_engines=1", "limits.max_adapters=1"
@@ -142,7 +142,6 @@ def test_a_sampler_that_follows_a_model_takes_new_weights_between_tokens(server,
 def test_what_is_idle_leaves_the_devices_and_comes_back(
     policy: Path,
     tmp_path: Path,
-    quick_compilation: None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -169,7 +168,7 @@ def test_what_is_idle_leaves_the_devices_and_comes_back(
 
 
 def test_checkpoints_expire_also_after_a_restart(
-    policy: Path, tmp_path: Path, quick_compilation: None, monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("areal_jax.tinker.service._EXPIRY_PERIOD_S", 1000.0)
     with serving(policy, tmp_path) as server:
@@ -213,9 +212,7 @@ def test_inflight_samplers_share_later_saves(server, client) -> None:
     assert samples[0].tokens == samples[1].tokens
 
 
-def test_all_parameters_are_trained_by_one_client(
-    policy: Path, tmp_path: Path, quick_compilation: None
-) -> None:
+def test_all_parameters_are_trained_by_one_client(policy: Path, tmp_path: Path) -> None:
     with serving(policy, tmp_path, "lora=false") as server:
         client = service(server.base_url)
         training = client.create_lora_training_client(base_model=server.model, rank=4).result()

@@ -25,8 +25,6 @@ from areal_jax.tinker.objective import read_loss
 from areal_jax.tinker.programs import TrainingPrograms
 from areal_jax.tinker.training import TrainingBackend
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = TinkerConfig(
     micro_batch_tokens=128, remat="none", limits=TinkerLimits(max_batched_models=3)
 )

@@ -13,8 +13,6 @@ from areal_jax.rl.losses import policy_loss
 from areal_jax.rl.token_losses import sft_loss
 from areal_jax.tinker.objective import SummedLoss, read_loss, summed_loss
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RNG = np.random.default_rng(0)
 SHAPE = 3, 40
 LOGP = RNG.normal(-1.5, 0.8, SHAPE)

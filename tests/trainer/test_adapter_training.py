@@ -24,8 +24,6 @@ from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.state import frozen, frozen_shardings
 from areal_jax.trainer.step import TrainableModel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ADAPTED = Policy(POLICY.config, LoRA(rank=2, alpha=4.0))
 CONFIG = TrainerConfig(
     optimizer=OptimizerConfig(learning_rate=1e-2),

@@ -40,8 +40,6 @@ from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.memory_estimate import predicted_bytes
 from areal_jax.trainer.ppo import Trainer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 GAE_RAW = GAE(gamma=0.9, lam=0.8, normalize=False)
 CONFIG = TrainerConfig(
     loss=PPO(),
@@ -83,7 +81,7 @@ def make(
 
 
 @pytest.fixture(scope="module")
-def shared(quick_compilation: None) -> Callable[[str], Trainer]:
+def shared() -> Callable[[str], Trainer]:
     return made_once(make, VARIANTS)
 
 

@@ -44,8 +44,6 @@ from areal_jax.trainer.forward import DeviceBatch, Forward
 from areal_jax.trainer.frozen import FrozenPolicy
 from areal_jax.trainer.ppo import Trainer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = TrainerConfig(
     optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.0),
     num_mini_batches=1,
@@ -151,7 +149,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def shared(quick_compilation: None) -> Callable[[str], Trainer]:
+def shared() -> Callable[[str], Trainer]:
     """Trainers beside `OTHER`, by what they ask it for. Each is made once, and brought back to its
     first state."""
     made: dict[str, tuple[Trainer, Any]] = {}

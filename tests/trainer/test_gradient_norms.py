@@ -21,8 +21,6 @@ from areal_jax.trainer.pipeline import SampleLimits
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.step import TrainableModel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = TrainerConfig(
     loss=OffPolicyReinforce(importance_weighting=Truncated(cap=8.0, level="sequence")),
     advantages=VCPO(divide_by="nothing"),

@@ -28,7 +28,6 @@ LINEAR = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("family", "remat"),
     [(WINDOWS, "none"), (LINEAR, "none"), (LINEAR, "full")],

@@ -51,8 +51,6 @@ from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.pipeline import MiniBatch, pack_rollouts, select_tokens
 from areal_jax.trainer.ppo import Trainer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
 CONFIG = TrainerConfig(
     optimizer=OPTIMIZER, num_mini_batches=1, rows_per_micro_batch=4, remat="none"
@@ -104,7 +102,7 @@ def make(
 
 
 @pytest.fixture(scope="module")
-def shared(quick_compilation: None) -> Callable[[str], Trainer]:
+def shared() -> Callable[[str], Trainer]:
     return made_once(make, VARIANTS)
 
 

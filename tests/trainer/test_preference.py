@@ -27,8 +27,6 @@ from areal_jax.trainer.frozen import FrozenPolicy
 from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.step import TrainableModel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LOG_2 = 0.693147
 
 

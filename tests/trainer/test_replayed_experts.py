@@ -23,7 +23,7 @@ from areal_jax.run.rollout_log import read_rollouts
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import Forward, ModelInputs
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 RNG = np.random.default_rng(0)
 PARAMS: Params = jax.tree.map(

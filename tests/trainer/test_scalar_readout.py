@@ -20,8 +20,6 @@ from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.programs import Objective
 from areal_jax.trainer.step import Learner, TrainableModel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SCALAR = Policy(dataclasses.replace(POLICY.config, readout="TokenClassification"))
 
 

@@ -134,7 +134,6 @@ WINDOWS = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("policy", "axes", "row_tokens"),
     [

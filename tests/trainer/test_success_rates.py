@@ -22,8 +22,6 @@ from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.success_rates import Answer, SuccessRate, decay_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = TrainerConfig(
     advantages=SPO(),
     optimizer=OptimizerConfig(learning_rate=1e-2),
@@ -34,7 +32,7 @@ CONFIG = TrainerConfig(
 
 
 @pytest.fixture(scope="module")
-def trainer(quick_compilation: None) -> Trainer:
+def trainer() -> Trainer:
     return make_trainer(CONFIG, train_mesh())
 
 

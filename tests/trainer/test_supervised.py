@@ -35,7 +35,7 @@ def model(given: Params, row_tokens: int) -> TrainableModel:
 
 
 @pytest.fixture(scope="module")
-def trainer(quick_compilation: None) -> SupervisedTrainer:
+def trainer() -> SupervisedTrainer:
     config = TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=2e-2), rows_per_micro_batch=3, remat="none"
     )

@@ -34,8 +34,6 @@ from areal_jax.trainer.forward import Forward
 from areal_jax.trainer.frozen import FrozenPolicy
 from areal_jax.trainer.ppo import Trainer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB = POLICY.config.vocab_size
 CONFIG = TrainerConfig(
     optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.0),

@@ -23,7 +23,6 @@ from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 
 pytestmark = [
-    pytest.mark.usefixtures("quick_compilation"),
     pytest.mark.slow,
     pytest.mark.timeout(600),
 ]
@@ -44,9 +43,7 @@ class Ran(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def ran(
-    tmp_path_factory: pytest.TempPathFactory, quick_compilation: None, of_a_command: dict[str, str]
-) -> Ran:
+def ran(tmp_path_factory: pytest.TempPathFactory, of_a_command: dict[str, str]) -> Ran:
     folder = tmp_path_factory.mktemp("hosts")
     for name in ("alone", "together"):
         (folder / name).mkdir()

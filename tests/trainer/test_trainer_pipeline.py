@@ -38,8 +38,6 @@ from areal_jax.trainer.pipeline import (
 )
 from areal_jax.trainer.ppo import Trainer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = TrainerConfig(
     advantages=GAE(gamma=0.9, lam=0.8, normalize=False),
     reference=Reference(kl=KLInReward(coefficient=0.5)),
@@ -51,7 +49,7 @@ CONFIG = TrainerConfig(
 
 
 @pytest.fixture(scope="module")
-def trainer(quick_compilation: None) -> Trainer:
+def trainer() -> Trainer:
     """With all stages that read a model of their own."""
     mesh = train_mesh()
     placed = shardings(mesh, POLICY.axes(), POLICY.abstract(), TRAIN_RULES)

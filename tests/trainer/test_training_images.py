@@ -23,7 +23,7 @@ from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.sft import SupervisedTrainer
 from areal_jax.trainer.step import TrainableModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parents[1] / "models" / "parity_vision" / "qwen3_vl"
 POLICY = Policy(hf.read_config(FOLDER))

@@ -98,7 +98,6 @@ def main(
     coordinator: str, num_processes: str, process_id: str, folder: str, checkpoints: str
 ) -> None:
     join(coordinator, int(num_processes), int(process_id), timeout_s=60)
-    jax.config.update("jax_disable_most_optimizations", True)
     mesh = make_train_mesh(PLACEMENT, jax.devices())
     write_adapted(mesh, Path(folder))
     trainer = make(mesh)

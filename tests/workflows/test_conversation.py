@@ -208,7 +208,6 @@ def rows(samples: list[Sample]) -> tuple[np.ndarray, ...]:
     return tuple(filled)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.slow
 def test_both_exports_give_the_same_policy_gradient() -> None:
     def loss(

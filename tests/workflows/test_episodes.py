@@ -31,8 +31,6 @@ from areal_jax.workflows.config import Environment
 from areal_jax.workflows.environment import EnvironmentFailed, EnvironmentHost, Opponent
 from areal_jax.workflows.from_config import make_workflow
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TOKENIZER = HFTokenizer.from_folder(Path(areal_jax.__file__).parent / "models" / "embedded")
 RAW = RewardConfig(scale="raw")
 

@@ -20,8 +20,6 @@ from areal_jax.models.vision.image_processor import ImageGrid
 from areal_jax.models.vision.layout import patch_layout, rope_offset, rope_positions
 from areal_jax.models.vision.tower import ImageInputs
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FIXTURES = Path(__file__).parent.parent / "parity_vision"
 ADAPTERS = FIXTURES.with_name("parity_peft")
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
