@@ -125,7 +125,10 @@ def bounded_memory() -> Iterator[None]:
         return
     if int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 2 << 30:
         sys.modules["jax"].clear_caches()
-        gc.collect()
+        with warnings.catch_warnings():
+            # What is collected here may be of any file before this one.
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
 

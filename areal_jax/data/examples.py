@@ -16,6 +16,7 @@ from areal_jax.data.config import (
     HeldOut,
     Hub,
     ReasoningGym,
+    Repositories,
     Synthetic,
     TaskSource,
 )
@@ -67,7 +68,7 @@ def load_example_sets(
                     source.num_tasks, source.split, source.families, source.difficulty, source.seed
                 )
                 return ExampleSet(generate(problems), {})
-            case Exercises():
+            case Exercises() | Repositories():
                 return ExampleSet(generate(generate_exercises(source)), {})
             case ReasoningGym():
                 return ExampleSet(generate(generate_puzzles(source)), {})
@@ -76,14 +77,14 @@ def load_example_sets(
                 return ExampleSet([example for row in rows for example in row], skipped)
             case _:
                 raise ValueError(
-                    "examples: expected Synthetic, Exercises, ReasoningGym, Files or Hub, found "
-                    f"{type(source).__name__}"
+                    "examples: expected Synthetic, Exercises, Repositories, ReasoningGym, Files or "
+                    f"Hub, found {type(source).__name__}"
                 )
 
     match source, eval_source:
         case _, None:
             return load(source), ExampleSet((), {})
-        case ((Synthetic() | Exercises() | ReasoningGym()), HeldOut()):
+        case ((Synthetic() | Exercises() | Repositories() | ReasoningGym()), HeldOut()):
             return load(source), load(
                 chz.replace(source, split="heldout", num_tasks=eval_source.max_examples)
             )

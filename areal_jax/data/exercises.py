@@ -59,6 +59,8 @@ class Exercise:
     images: tuple[ImageFile, ...] = ()
     drill: tuple[str, str] | None = None
     """Another question about the images and its answer, for supervised fine-tuning."""
+    correct_share: float = 1.0
+    """Share of correct demonstrations in supervised fine-tuning."""
 
     @property
     def message(self) -> Message:
@@ -160,17 +162,18 @@ class GeneratedExercises(Sequence[Exercise]):
                     draft.incorrect,
                     draft.images,
                     draft.drill,
+                    family.correct_share,
                 )
 
 
 def sample_demonstration(exercise: Exercise, rng: random.Random) -> Demonstration:
-    """Sample a demonstration, correct with probability `Family.correct_share`."""
-    is_correct = rng.random() < FAMILIES[exercise.family].correct_share
+    """Sample a demonstration, correct with probability `correct_share`."""
+    is_correct = rng.random() < exercise.correct_share
     return rng.choice(exercise.correct if is_correct else exercise.incorrect)
 
 
-def _turns(*texts: str) -> Demonstration:
-    """Alternate turns of the assistant and the tool."""
+def make_turns(*texts: str) -> Demonstration:
+    """Make turns that alternate between the assistant and the tool."""
     return tuple(Message(("assistant", "tool")[i % 2], text) for i, text in enumerate(texts))
 
 
@@ -196,12 +199,12 @@ def countdown(rng: random.Random, split: Split) -> ExerciseDraft:
             f"{line} {_difference(attempts[expression, line], target)}"
             for expression, line in tries
         )
-        return _turns("\n".join((*lines, boxed(tries[-1][0]))))
+        return make_turns("\n".join((*lines, boxed(tries[-1][0]))))
 
     correct = [
         trying(*rng.sample(misses, count), rng.choice(hits)) for count in range(len(misses) + 1)
     ]
-    incorrect = [_turns(boxed(expression)) for expression, _ in misses]
+    incorrect = [make_turns(boxed(expression)) for expression, _ in misses]
     return ExerciseDraft(
         question, json.dumps({"numbers": numbers, "target": target}), correct, incorrect
     )
@@ -248,13 +251,13 @@ def facts(rng: random.Random, split: Split) -> ExerciseDraft:
     )
 
     def searching(query: str, found: tuple[str, int]) -> Demonstration:
-        return _turns(f"<search>{query}</search>", found[0], f"\\boxed{{{found[1]}}}")
+        return make_turns(f"<search>{query}</search>", found[0], f"\\boxed{{{found[1]}}}")
 
     correct = searching(f"{hall} {box}", (sentence, count))
     incorrect = [
         searching(f"{hall}", fact(hall, BOXES[0])),
         searching(f"{box}", fact(HALLS[0], box)),
-        _turns(f"\\boxed{{{rng.randint(100, 999)}}}"),
+        make_turns(f"\\boxed{{{rng.randint(100, 999)}}}"),
     ]
     return ExerciseDraft(
         question, str(count), [correct], [each for each in incorrect if each[-1] != correct[-1]]
@@ -314,7 +317,7 @@ def combine_steps(solution: str) -> tuple[str, str] | None:
 
 
 def _calculating(expression: str, value: str) -> Demonstration:
-    return _turns(f"<calculator>{expression}</calculator>", value, f"\\boxed{{{value}}}")
+    return make_turns(f"<calculator>{expression}</calculator>", value, f"\\boxed{{{value}}}")
 
 
 def _guess(problem: Problem, rng: random.Random) -> Demonstration:
@@ -323,7 +326,7 @@ def _guess(problem: Problem, rng: random.Random) -> Demonstration:
         for number in range(max(0, problem.answer - 9), problem.answer + 10)
         if number != problem.answer
     ]
-    return _turns(f"\\boxed{{{rng.choice(near)}}}")
+    return make_turns(f"\\boxed{{{rng.choice(near)}}}")
 
 
 # Programs that read integers and print one; the incorrect ones differ in the expression.
@@ -407,7 +410,7 @@ def programs(rng: random.Random, split: Split) -> ExerciseDraft:
     ]
 
     def writing(expression: str) -> Demonstration:
-        return _turns(f"```python\n{program.frame.format(expression.format(k=k))}\n```")
+        return make_turns(f"```python\n{program.frame.format(expression.format(k=k))}\n```")
 
     return ExerciseDraft(
         question.format(read, program.prints.format(k=k)),
@@ -439,7 +442,7 @@ def count_shapes(rng: random.Random, split: Split) -> ExerciseDraft:
     guess = rng.choice([near for near in range(MAX_COUNTED + 2) if near != answer])
 
     def counting(what: str, count: int) -> Demonstration:
-        return _turns(f"{what} \\boxed{{{count}}}".strip())
+        return make_turns(f"{what} \\boxed{{{count}}}".strip())
 
     return ExerciseDraft(
         question.format(*asked),

@@ -8,8 +8,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from areal_jax.data.code_tasks import read_solution
-from areal_jax.data.config import Exercises, Files, Hub, TaskSource
+from areal_jax.data.config import Exercises, Files, Hub, Repositories, TaskSource
 from areal_jax.data.exercises import Demonstration
+from areal_jax.data.repositories import write_patch
 from areal_jax.data.sources import generate_exercises, read_rows
 from areal_jax.records import PUZZLE, Message, Task
 
@@ -21,9 +22,9 @@ class ReferenceAnswer(NamedTuple):
     """A right and a wrong answer to a task."""
 
     right: str
-    """An expression or a word for mathematics and countdown, a program for code."""
+    """An expression or a word for mathematics and countdown, a program or a patch for code."""
     wrong: str
-    """The same form; empty if the source has no wrong program."""
+    """The same form; empty if the source has no wrong program or patch."""
     demonstrations: tuple[Demonstration, ...] = ()
     """Right and wrong turns, where the source demonstrates them."""
 
@@ -46,6 +47,9 @@ def find_references(
         ]
         return [_reference(task, _program(turns[0]), _program(turns[1]), turns)
                 for task, turns in zip(picked, demonstrated, strict=True)]  # fmt: skip
+    if isinstance(source, Repositories):
+        repositories = generate_exercises(source)
+        return [ReferenceAnswer(write_patch(repositories[index]), "") for index in chosen]
     programs = _read_programs(source) if any(task.kind == "code" for task in picked) else {}
     return [_reference(task, programs.get(task.id, "")) for task in picked]
 

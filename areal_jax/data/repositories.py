@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from difflib import unified_diff
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from areal_jax.data.code_tasks import Repository
+from areal_jax.data.code_tasks import Repository, format_tests
+from areal_jax.data.exercises import Demonstration, Exercise, GeneratedExercises, make_turns
 from areal_jax.data.splits import HELDOUT_SHARE, Split
 
 NUM_HIDDEN = 6
 """Assertions that grade the repaired program."""
 
+CORRECT_SHARE = 0.35
+"""Share of demonstrations that repair the fault."""
 
-class GeneratedRepository(NamedTuple):
-    id: str
-    family: str
-    question: str
-    tests: Repository
+
+class GeneratedRepositories(GeneratedExercises):
+    """Lazy sequence of repositories; the two splits share none."""
+
+    def __init__(self, num_repositories: int, split: Split, seed: int = 0) -> None:
+        """Store length, split and seed."""
+        super().__init__(num_repositories, split, seed=seed)
+
+    @property
+    def kinds(self) -> set[str]:
+        """Graders that the repositories need."""
+        return {"code"}
+
+    def _make(self, index: int) -> Exercise:
+        return make_repository(index, self._split, self._seed)
 
 
 class _Family(NamedTuple):
@@ -74,21 +88,25 @@ _FAMILIES = {
 }
 
 
-def make_repository(index: int, split: Split, seed: int = 0) -> GeneratedRepository:
-    """Make the repository of a number."""
+def make_repository(index: int, split: Split, seed: int = 0) -> Exercise:
+    """Make the repository of a number.
+
+    Its demonstrations, with calls as tags, read the file and repair the line with the fault, or
+    spoil another one, or change nothing.
+    """
     names = list(_FAMILIES)
     for attempt in range(1000):
         rng = random.Random(f"{seed}/{split}/{index}/{attempt}")
-        family = names[index % len(names)]
-        found = _draft(family, rng)
-        if (_digest(found.tests.files) % HELDOUT_SHARE == 0) == (split == "heldout"):
+        found, digest = _draft(names[index % len(names)], rng)
+        if (digest % HELDOUT_SHARE == 0) == (split == "heldout"):
             return found
     raise RuntimeError(f"no repository of split {split} in 1000 attempts")
 
 
-def _draft(family: str, rng: random.Random) -> GeneratedRepository:
+def _draft(family: str, rng: random.Random) -> tuple[Exercise, int]:
+    """Return a repository and the digest of its files."""
     source, faults, arguments = _FAMILIES[family]
-    name = f"{family}_{rng.choice('abcdefgh')}{rng.randint(1, 99)}"
+    name = f"{family}_{rng.randint(10, 99)}"
     constant, (old, new) = str(rng.randint(2, 9)), rng.choice(faults)
     right, wrong = (
         text.replace("NAME", name).replace("K", constant)
@@ -113,11 +131,59 @@ def _draft(family: str, rng: random.Random) -> GeneratedRepository:
     question = (
         f"A test fails: python3 -m unittest test_{name}. One line of {module} is wrong. Repair it."
     )
-    return GeneratedRepository(
-        f"repository-{name}-{_digest(files):08x}",
+    ((before, after),) = (
+        (line, repaired)
+        for line, repaired in zip(wrong.splitlines(), right.splitlines(), strict=True)
+        if line != repaired
+    )
+    repair = _edit(module, wrong, before.strip(), after.strip())
+    spoilt = [
+        _edit(
+            module, wrong, line.strip(), line.strip().replace(was.replace("K", constant), becomes)
+        )
+        for was, becomes in faults
+        for line in wrong.splitlines()
+        if was.replace("K", constant) in line and wrong.count(f"{line.strip()}\n") == 1
+    ]
+    digest = _digest(files)
+    exercise = Exercise(
+        f"repository-{name}-{digest:08x}",
         family,
         question,
-        Repository(asserts, [name], files=files, target=module),
+        format_tests(Repository(asserts, [name], files=files, target=module)),
+        "code",
+        [repair],
+        [*spoilt, (*repair[:2], repair[-1])],
+        correct_share=CORRECT_SHARE,
+    )
+    return exercise, digest
+
+
+def write_patch(repository: Exercise) -> str:
+    """Write the repair of a repository as a unified diff."""
+    wrong, edit = (turn.content for turn in repository.correct[0][1:3])
+    head, _, before, _, after, _ = edit.splitlines()
+    right = wrong.replace(f"{before}\n", f"{after}\n")
+    path = head.removeprefix("<edit>")
+    lines = unified_diff(
+        wrong.splitlines(keepends=True),
+        right.splitlines(keepends=True),
+        f"a/{path}",
+        f"b/{path}",
+        n=0,
+    )
+    return "".join(lines)
+
+
+def _edit(module: str, text: str, before: str, after: str) -> Demonstration:
+    """Read a file, and replace a line."""
+    change = f"<<<<<<< SEARCH\n{before}\n=======\n{after}\n>>>>>>> REPLACE"
+    return make_turns(
+        f"<shell>cat {module}</shell>",
+        text,
+        f"<edit>{module}\n{change}</edit>",
+        f"edited {module} in 1 places\n",
+        "Done.",
     )
 
 

@@ -39,7 +39,7 @@ from areal_jax.data.hub import NAME, fetch
 from areal_jax.data.image_urls import FetchError, fetch_images
 from areal_jax.data.problems import Problem, SyntheticProblems
 from areal_jax.data.reasoning_gym import Puzzle, Puzzles
-from areal_jax.data.repositories import GeneratedRepository, make_repository
+from areal_jax.data.repositories import GeneratedRepositories
 from areal_jax.image_files import ImageFile, read_image
 from areal_jax.python_objects import PythonObject
 from areal_jax.records import ENVIRONMENT, IMAGE, PUZZLE, Message, Task
@@ -105,12 +105,13 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
             tasks = LazySequence(
                 len(problems), lambda index: _problem_task(problems[index], prompt)
             )
-        case Exercises():
+        case Exercises() | Repositories():
             exercises = generate_exercises(source)
             tasks = LazySequence(
                 len(exercises),
                 lambda index: _exercise_task(exercises[index], prompt),
                 exercises.kinds,
+                num_measured=64 if isinstance(source, Repositories) else MAX_MEASURED,
             )
         case ReasoningGym():
             puzzles = generate_puzzles(source)
@@ -119,13 +120,6 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
                 lambda index: _puzzle_task(puzzles[index], prompt),
                 (PUZZLE,),
                 num_measured=256,
-            )
-        case Repositories(num_tasks=num_tasks, split=split, seed=seed):
-            tasks = LazySequence(
-                num_tasks,
-                lambda index: _repository_task(make_repository(index, split, seed), prompt),
-                ("code",),
-                num_measured=64,
             )
         case Seeds(num_tasks=num_tasks, first=first):
             system = (Message("system", prompt.system),) if prompt.system else ()
@@ -194,8 +188,10 @@ class LazySequence(Sequence[T]):
         )
 
 
-def generate_exercises(source: Exercises) -> GeneratedExercises:
+def generate_exercises(source: Exercises | Repositories) -> GeneratedExercises:
     """Generate the exercises that the settings describe."""
+    if isinstance(source, Repositories):
+        return GeneratedRepositories(source.num_tasks, source.split, source.seed)
     return GeneratedExercises(source.num_tasks, source.split, source.families, source.seed)
 
 
@@ -211,11 +207,6 @@ def generate_puzzles(source: ReasoningGym) -> Puzzles:
 def _puzzle_task(puzzle: Puzzle, prompt: PromptConfig) -> Task:
     messages = apply_prompt_template([Message("user", puzzle.question)], prompt)
     return Task(puzzle.id, messages, puzzle.reference, PUZZLE, puzzle.generator)
-
-
-def _repository_task(found: GeneratedRepository, prompt: PromptConfig) -> Task:
-    messages = apply_prompt_template([Message("user", found.question)], prompt)
-    return Task(found.id, messages, format_tests(found.tests), "code", found.family)
 
 
 def _exercise_task(exercise: Exercise, prompt: PromptConfig) -> Task:

@@ -14,9 +14,10 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_jax.config.experiment import Experiment
-from areal_jax.data.code_tasks import RepositoryTests, parse_tests
+from areal_jax.data.code_tasks import Repository, RepositoryTests, parse_tests
 from areal_jax.data.references import ReferenceAnswer
 from areal_jax.data.repository_files import (
+    RepositoryFile,
     RepositoryFiles,
     apply_diff,
     parse_diff,
@@ -122,20 +123,27 @@ def _write_right(
     experiment: Experiment, task: Task, reference: ReferenceAnswer, form: str
 ) -> tuple[str, ...]:
     """Write the turns of the reference answer; for a repository, calls that apply its patch."""
-    workflow, tests = experiment.workflow, _repository_tests(task)
-    if tests is None or not isinstance(workflow, ToolUse):
+    workflow, repository = experiment.workflow, _repository(task)
+    if repository is None or not isinstance(workflow, ToolUse):
         return (write_answer(form, task, reference.right),)
     calls = [
         write_call(workflow.call_format, tool, argument)
-        for tool, argument in _repair(read_repository(tests.repository), reference.right)
+        for tool, argument in _repair(_files(repository), reference.right)
     ]
     turns = ("\n".join(calls[n : n + MAX_CALLS]) for n in range(0, len(calls), MAX_CALLS))
     return (*turns, "Done.")
 
 
-def _repository_tests(task: Task) -> RepositoryTests | None:
+def _repository(task: Task) -> Repository | RepositoryTests | None:
+    """Return the repository that a task is about, if any."""
     tests = parse_tests(task.answer) if task.kind == "code" else None
-    return tests if isinstance(tests, RepositoryTests) else None
+    return tests if isinstance(tests, Repository | RepositoryTests) else None
+
+
+def _files(repository: Repository | RepositoryTests) -> RepositoryFiles:
+    if isinstance(repository, RepositoryTests):
+        return read_repository(repository.repository)
+    return {path: RepositoryFile(text.encode()) for path, text in repository.files.items()}
 
 
 def _repair(files: RepositoryFiles, patch: str) -> Iterator[tuple[str, str]]:
@@ -165,7 +173,7 @@ def write_candidates(
     experiment: Experiment, task: Task, reference: ReferenceAnswer
 ) -> Iterator[tuple[str, Script]]:
     """Write the reference answer in each of FORMS."""
-    if _repository_tests(task) is not None:
+    if _repository(task) is not None:
         yield FORMS[0], Script("reference", _write_right(experiment, task, reference, ""), True)
         return
     for form in FORMS:
@@ -193,7 +201,7 @@ def write_scripts(
     if reference is not None:
         right = _write_right(experiment, task, reference, form)
         yield Script("reference", right, True)
-        if _repository_tests(task) is None:  # else the calls come before what is truncated
+        if _repository(task) is None:  # else the calls come before what is truncated
             yield Script("truncated", right, False, is_cut=True)
         if isinstance(workflow, MultiTurn) and workflow.max_turns > 1:
             yield Script("wrong, then reference", (wrong, *right))
@@ -245,7 +253,7 @@ def _find_calls(turns: Iterable[str]) -> dict[str, None]:
 def _wrong_answer(task: Task, reference: ReferenceAnswer | None) -> str:
     if reference is not None and reference.wrong:
         return reference.wrong
-    if _repository_tests(task) is not None:
+    if _repository(task) is not None:
         return ""
     if task.kind == "code":
         return write_program(Exploit("", "return 'wrong'"), parse_tests(task.answer))

@@ -359,6 +359,7 @@ def test_a_source_without_examples_is_refused(tmp_path: Path) -> None:
     ):
         load(write(tmp_path / "empty.jsonl", {}))
     with pytest.raises(
-        ValueError, match="expected Synthetic, Exercises, ReasoningGym, Files or Hub, found HeldOut"
+        ValueError,
+        match="expected Synthetic, Exercises, Repositories, ReasoningGym, Files or Hub, found HeldOut",
     ):
         load(HeldOut())

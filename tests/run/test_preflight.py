@@ -323,6 +323,20 @@ def test_patches_of_repositories_are_applied_by_tools(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_generated_repositories_are_repaired_by_tools() -> None:
+    report = run(
+        "gsm8k",
+        *("tasks=Repositories", "eval_tasks=Repositories", "policy.path=embedded"),
+        *("workflow=CodingAgent", "workflow.max_turns=3", "workflow.announce=false"),
+        *("engine.max_prompt_tokens=400", "engine.max_new_tokens=200"),
+    )
+    assert findings(report) == []
+    assert row_of(report, "reference", "code").grades == {"correct": 3}
+    assert row_of(report, "reference", "code").tools == {"edit": 3}
+    assert row_of(report, "empty", "code").grades == {"wrong": 3}
+
+
+@pytest.mark.slow
 def test_a_code_grader_that_trusts_exit_codes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import subprocess, sys\n"

@@ -13,14 +13,16 @@ import pytest
 from swe_rows import make_row
 from test_turns import TOKENIZER, completion, text_of
 
-from areal_jax.data.code_tasks import Repository, format_tests
+from areal_jax.data.code_tasks import Repository, format_tests, parse_tests
 from areal_jax.data.config import Files, PromptConfig, Repositories
-from areal_jax.data.repositories import make_repository
-from areal_jax.data.sources import load_tasks
+from areal_jax.data.repositories import make_repository, write_patch
+from areal_jax.data.repository_files import RepositoryFile, apply_diff
+from areal_jax.data.sft import encode_answer
+from areal_jax.data.sources import generate_exercises, load_tasks
 from areal_jax.records import Completion, Message, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
-from areal_jax.workflows.config import CodingAgent
+from areal_jax.workflows.config import CodingAgent, Tags
 from areal_jax.workflows.from_config import find_tools_config, make_workflow
 
 WRONG = "def add(a, b):\n    return a - b\n"
@@ -54,9 +56,14 @@ class Scripted:
         return [completion(self.texts.pop(0)) for _ in range(num_samples)]
 
 
-def run(policy: Scripted, max_turns: int = 6, task: Task = TASK) -> list[str]:
+def run(
+    policy: Scripted,
+    max_turns: int = 6,
+    task: Task = TASK,
+    config: CodingAgent | None = None,
+) -> list[str]:
     """Kinds of the grades of one sample."""
-    config = chz.replace(CodingAgent(), max_turns=max_turns)
+    config = chz.replace(config or CodingAgent(), max_turns=max_turns)
 
     async def main() -> list[str]:
         rewards = RewardConfig(num_workers=1)
@@ -119,17 +126,39 @@ def test_the_file_counts_where_the_turns_run_out():
     assert run(Scripted(fix, call("shell", "ls")), max_turns=2) == ["correct"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(6))
+def test_demonstrations_are_graded_and_show_what_the_tools_print(index: int):
+    source = Repositories(num_tasks=6)
+    (task,) = load_tasks(source, PromptConfig()).tasks[index : index + 1]
+    exercise = generate_exercises(source)[index]
+    config = chz.replace(CodingAgent(), call_format=Tags(), announce=False)
+    for demonstrations, grade in ((exercise.correct, "correct"), (exercise.incorrect, "wrong")):
+        for turns in demonstrations:
+            policy = Scripted(*(turn.content for turn in turns[::2]))
+            assert run(policy, task=task, config=config) == [grade]
+            *context, answer = (exercise.message, *turns)
+            example = encode_answer(TOKENIZER, context, answer.content, PromptConfig())
+            assert policy.prompts[-1] == text_of(example.prompt)
+    assert exercise.correct and exercise.incorrect
+
+
 def test_generated_repositories_have_one_fault_and_differ_by_split():
     found: dict[Literal["train", "heldout"], set[str]] = {"train": set(), "heldout": set()}
     for split, ids in found.items():
         for index in range(24):
-            repository = make_repository(index, split)
-            family, tests = repository.family, repository.tests
+            exercise = make_repository(index, split)
+            family, tests = exercise.family, parse_tests(exercise.answer)
+            assert isinstance(tests, Repository)
             program = tests.files[tests.target] + tests.tests
             with pytest.raises((AssertionError, IndexError, TypeError)):
                 exec(program, {})
+            files = {path: RepositoryFile(text.encode()) for path, text in tests.files.items()}
+            repaired = apply_diff(files, write_patch(exercise))[tests.target]
+            assert repaired is not None
+            exec(repaired.data.decode() + tests.tests, {})
             ids.add(repr(tests.files))
-            assert make_repository(index, split).tests == tests and tests.target.startswith(family)
+            assert make_repository(index, split) == exercise and tests.target.startswith(family)
     assert not found["train"] & found["heldout"] and len(found["train"]) == 24
     tasks = load_tasks(Repositories(num_tasks=4), PromptConfig()).tasks
     assert [task.kind for task in tasks] == ["code"] * 4 and len({task.id for task in tasks}) == 4
