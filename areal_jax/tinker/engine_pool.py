@@ -59,8 +59,9 @@ class EnginePool:
 
     @property
     def shapes(self) -> tuple[LoRA | None, ...]:
-        """Shapes of adapters that engines have programs for."""
-        return tuple(self._programs)
+        """Shapes of adapters that engines have programs for, those of running engines first."""
+        running = (engine.shape for engine in self._engines)
+        return tuple(dict.fromkeys((*running, *self._programs)))
 
     @property
     def num_engines(self) -> int:

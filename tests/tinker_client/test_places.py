@@ -121,3 +121,16 @@ def test_an_adapter_gets_a_place_that_others_use_all_the_time(server: ListeningS
         while ended[busy] < after + 4:
             assert time.monotonic() < end_s
             time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_the_base_shares_the_only_engine(
+    policy: Path, tmp_path: Path, pools: list[EnginePool]
+) -> None:
+    with serving(policy, tmp_path, "limits.max_engines=1") as server:
+        base, adapter, _ = samplers(server)
+        adapter.sample(PROMPT, 1, SHORT).result(60)
+        (engine,) = pools[-1]._engines
+        for sampler in (base, adapter, base):
+            sampler.sample(PROMPT, 1, SHORT).result(60)
+        assert pools[-1]._engines == [engine]
