@@ -3,6 +3,8 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,3 +29,13 @@ def server(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 @pytest.fixture(scope="module")
 def client(server: ListeningServer) -> tinker.ServiceClient:
     return service(server.base_url)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the process at once: the client's threads abort some interpreters while they end."""
+    session = config.pluginmanager.get_plugin("session")
+    if session is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(session.exitstatus))
