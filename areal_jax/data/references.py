@@ -10,7 +10,7 @@ from typing import NamedTuple
 from areal_jax.data.code_tasks import read_solution
 from areal_jax.data.config import Exercises, Files, Hub, Repositories, TaskSource
 from areal_jax.data.exercises import Demonstration
-from areal_jax.data.repositories import write_patch
+from areal_jax.data.repositories import make_repository
 from areal_jax.data.sources import generate_exercises, read_rows
 from areal_jax.records import PUZZLE, Message, Task
 
@@ -48,8 +48,8 @@ def find_references(
         return [_reference(task, _program(turns[0]), _program(turns[1]), turns)
                 for task, turns in zip(picked, demonstrated, strict=True)]  # fmt: skip
     if isinstance(source, Repositories):
-        repositories = generate_exercises(source)
-        return [ReferenceAnswer(write_patch(repositories[index]), "") for index in chosen]
+        repositories = (make_repository(index, source.split, source.seed) for index in chosen)
+        return [ReferenceAnswer(each.patch, "") for each in repositories]
     programs = _read_programs(source) if any(task.kind == "code" for task in picked) else {}
     return [_reference(task, programs.get(task.id, "")) for task in picked]
 

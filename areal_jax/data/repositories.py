@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import unified_diff
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -19,6 +21,18 @@ CORRECT_SHARE = 0.35
 """Share of demonstrations that repair the fault."""
 
 
+_PROGRAMS = "[!t]*.py"
+"""For the shell: the files that are no tests. So a small policy need not copy a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedRepository(Exercise):
+    """A repository and its repair."""
+
+    patch: str = ""
+    """The repair as a unified diff."""
+
+
 class GeneratedRepositories(GeneratedExercises):
     """Lazy sequence of repositories; the two splits share none."""
 
@@ -31,7 +45,7 @@ class GeneratedRepositories(GeneratedExercises):
         """Graders that the repositories need."""
         return {"code"}
 
-    def _make(self, index: int) -> Exercise:
+    def _make(self, index: int) -> GeneratedRepository:
         return make_repository(index, self._split, self._seed)
 
 
@@ -88,7 +102,7 @@ _FAMILIES = {
 }
 
 
-def make_repository(index: int, split: Split, seed: int = 0) -> Exercise:
+def make_repository(index: int, split: Split, seed: int = 0) -> GeneratedRepository:
     """Make the repository of a number.
 
     Its demonstrations, with calls as tags, read the file and repair the line with the fault, or
@@ -103,7 +117,7 @@ def make_repository(index: int, split: Split, seed: int = 0) -> Exercise:
     raise RuntimeError(f"no repository of split {split} in 1000 attempts")
 
 
-def _draft(family: str, rng: random.Random) -> tuple[Exercise, int]:
+def _draft(family: str, rng: random.Random) -> tuple[GeneratedRepository, int]:
     """Return a repository and the digest of its files."""
     source, faults, arguments = _FAMILIES[family]
     name = f"{family}_{rng.randint(10, 99)}"
@@ -136,17 +150,15 @@ def _draft(family: str, rng: random.Random) -> tuple[Exercise, int]:
         for line, repaired in zip(wrong.splitlines(), right.splitlines(), strict=True)
         if line != repaired
     )
-    repair = _edit(module, wrong, before.strip(), after.strip())
+    repair = _demonstrate(wrong, before.strip(), after.strip())
     spoilt = [
-        _edit(
-            module, wrong, line.strip(), line.strip().replace(was.replace("K", constant), becomes)
-        )
+        _demonstrate(wrong, line.strip(), line.strip().replace(was.replace("K", constant), becomes))
         for was, becomes in faults
         for line in wrong.splitlines()
-        if was.replace("K", constant) in line and wrong.count(f"{line.strip()}\n") == 1
+        if was.replace("K", constant) in line
     ]
     digest = _digest(files)
-    exercise = Exercise(
+    repository = GeneratedRepository(
         f"repository-{name}-{digest:08x}",
         family,
         question,
@@ -155,36 +167,22 @@ def _draft(family: str, rng: random.Random) -> tuple[Exercise, int]:
         [repair],
         [*spoilt, (*repair[:2], repair[-1])],
         correct_share=CORRECT_SHARE,
+        patch=_write_patch(module, wrong, right),
     )
-    return exercise, digest
+    return repository, digest
 
 
-def write_patch(repository: Exercise) -> str:
-    """Write the repair of a repository as a unified diff."""
-    wrong, edit = (turn.content for turn in repository.correct[0][1:3])
-    head, _, before, _, after, _ = edit.splitlines()
-    right = wrong.replace(f"{before}\n", f"{after}\n")
-    path = head.removeprefix("<edit>")
-    lines = unified_diff(
-        wrong.splitlines(keepends=True),
-        right.splitlines(keepends=True),
-        f"a/{path}",
-        f"b/{path}",
-        n=0,
-    )
-    return "".join(lines)
+def _write_patch(path: str, wrong: str, right: str) -> str:
+    before, after = wrong.splitlines(keepends=True), right.splitlines(keepends=True)
+    return "".join(unified_diff(before, after, f"a/{path}", f"b/{path}", n=0))
 
 
-def _edit(module: str, text: str, before: str, after: str) -> Demonstration:
-    """Read a file, and replace a line."""
-    change = f"<<<<<<< SEARCH\n{before}\n=======\n{after}\n>>>>>>> REPLACE"
-    return make_turns(
-        f"<shell>cat {module}</shell>",
-        text,
-        f"<edit>{module}\n{change}</edit>",
-        f"edited {module} in 1 places\n",
-        "Done.",
-    )
+def _demonstrate(text: str, before: str, after: str) -> Demonstration:
+    """Read the program and replace a line."""
+    pattern = re.sub(r"([\[\]*.])", r"\\\1", before)
+    read, replace = f"cat {_PROGRAMS}", f'sed -i "s/{pattern}/{after}/" {_PROGRAMS}'
+    turns = f"<shell>{read}</shell>", text, f"<shell>{replace}</shell>", "", "Done."
+    return make_turns(*turns)
 
 
 def _digest(files: Mapping[str, str]) -> int:

@@ -15,7 +15,7 @@ from test_turns import TOKENIZER, completion, text_of
 
 from areal_jax.data.code_tasks import Repository, format_tests, parse_tests
 from areal_jax.data.config import Files, PromptConfig, Repositories
-from areal_jax.data.repositories import make_repository, write_patch
+from areal_jax.data.repositories import make_repository
 from areal_jax.data.repository_files import RepositoryFile, apply_diff
 from areal_jax.data.sft import encode_answer
 from areal_jax.data.sources import generate_exercises, load_tasks
@@ -154,7 +154,7 @@ def test_generated_repositories_have_one_fault_and_differ_by_split():
             with pytest.raises((AssertionError, IndexError, TypeError)):
                 exec(program, {})
             files = {path: RepositoryFile(text.encode()) for path, text in tests.files.items()}
-            repaired = apply_diff(files, write_patch(exercise))[tests.target]
+            repaired = apply_diff(files, exercise.patch)[tests.target]
             assert repaired is not None
             exec(repaired.data.decode() + tests.tests, {})
             ids.add(repr(tests.files))
