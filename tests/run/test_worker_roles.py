@@ -101,7 +101,6 @@ def test_records_are_transferred_unchanged() -> None:
     np.testing.assert_array_equal(found.top_logprobs.logp, reported.logp)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.slow
 def test_engine_host_reports_every_token_once(
     monkeypatch: pytest.MonkeyPatch,
