@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -140,8 +141,10 @@ def _prepare_plugin() -> None:
     """Make jax compile for the platform cuda although no GPU is there.
 
     jax resolves the platform gpu to the backends that it could start, of which CUDA is none here
-    (jax issue 23971). Tried with jax 0.10.2.
+    (jax issue 23971). Its plugin asks libraries that need a GPU, such as CUPTI, for their versions,
+    and is not registered if one fails. Tried with jax 0.10.2.
     """
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     resolve = xla_bridge.canonicalize_platform
     if getattr(resolve, "is_for_compile_only", False):
         return
