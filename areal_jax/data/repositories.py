@@ -152,10 +152,10 @@ def _draft(family: str, rng: random.Random) -> tuple[GeneratedRepository, int]:
     )
     repair = _demonstrate(wrong, before.strip(), after.strip())
     spoilt = [
-        _demonstrate(wrong, line.strip(), line.strip().replace(was.replace("K", constant), becomes))
-        for was, becomes in faults
+        _demonstrate(wrong, line.strip(), line.strip().replace(part, becomes))
+        for part, becomes in ((was.replace("K", constant), becomes) for was, becomes in faults)
         for line in wrong.splitlines()
-        if was.replace("K", constant) in line
+        if part in line
     ]
     digest = _digest(files)
     repository = GeneratedRepository(

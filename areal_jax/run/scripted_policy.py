@@ -17,11 +17,9 @@ from areal_jax.config.experiment import Experiment
 from areal_jax.data.code_tasks import Repository, RepositoryTests, parse_tests
 from areal_jax.data.references import ReferenceAnswer
 from areal_jax.data.repository_files import (
-    RepositoryFile,
     RepositoryFiles,
     apply_diff,
     parse_diff,
-    read_repository,
 )
 from areal_jax.data.tool_calls import ToolCall
 from areal_jax.protocols import Tokenizer
@@ -30,6 +28,7 @@ from areal_jax.rewards.exploits import Exploit, find_exploits, write_program
 from areal_jax.rewards.tools import TOOLS
 from areal_jax.workflows.config import CallFormat, Hermes, MultiTurn, Tags, ToolUse
 from areal_jax.workflows.tool_use import MAX_CALLS, parse_calls
+from areal_jax.workflows.turns import read_files
 
 FILLER = "Let me think about this step by step.\n"
 
@@ -128,7 +127,7 @@ def _write_right(
         return (write_answer(form, task, reference.right),)
     calls = [
         write_call(workflow.call_format, tool, argument)
-        for tool, argument in _repair(_files(repository), reference.right)
+        for tool, argument in _repair(read_files(repository), reference.right)
     ]
     turns = ("\n".join(calls[n : n + MAX_CALLS]) for n in range(0, len(calls), MAX_CALLS))
     return (*turns, "Done.")
@@ -138,12 +137,6 @@ def _repository(task: Task) -> Repository | RepositoryTests | None:
     """Return the repository that a task is about, if any."""
     tests = parse_tests(task.answer) if task.kind == "code" else None
     return tests if isinstance(tests, Repository | RepositoryTests) else None
-
-
-def _files(repository: Repository | RepositoryTests) -> RepositoryFiles:
-    if isinstance(repository, RepositoryTests):
-        return read_repository(repository.repository)
-    return {path: RepositoryFile(text.encode()) for path, text in repository.files.items()}
 
 
 def _repair(files: RepositoryFiles, patch: str) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,12 @@ from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from areal_jax.data.code_tasks import Repository, RepositoryTests, parse_tests
-from areal_jax.data.repository_files import RepositoryFile, pack_files, read_repository
+from areal_jax.data.repository_files import (
+    RepositoryFile,
+    RepositoryFiles,
+    pack_files,
+    read_repository,
+)
 from areal_jax.data.tool_calls import InvalidToolCall, ToolCall
 from areal_jax.errors import NotGraded
 from areal_jax.protocols import Generate, Grader, Tokenizer, Tools
@@ -234,9 +239,13 @@ def _repository(task: Task) -> Repository | RepositoryTests:
     return tests
 
 
+def read_files(tests: Repository | RepositoryTests) -> RepositoryFiles:
+    """Return the files of a repository."""
+    if isinstance(tests, RepositoryTests):
+        return read_repository(tests.repository)
+    return {path: RepositoryFile(text.encode()) for path, text in tests.files.items()}
+
+
 def _pack(tests: Repository | RepositoryTests) -> bytes:
     """Return the archive of a repository's files."""
-    if isinstance(tests, RepositoryTests):
-        return pack_files(read_repository(tests.repository))
-    files = {path: RepositoryFile(text.encode()) for path, text in tests.files.items()}
-    return pack_files(files)
+    return pack_files(read_files(tests))

@@ -16,7 +16,7 @@ from test_turns import TOKENIZER, completion, text_of
 from areal_jax.data.code_tasks import Repository, format_tests, parse_tests
 from areal_jax.data.config import Files, PromptConfig, Repositories
 from areal_jax.data.repositories import make_repository
-from areal_jax.data.repository_files import RepositoryFile, apply_diff
+from areal_jax.data.repository_files import apply_diff
 from areal_jax.data.sft import encode_answer
 from areal_jax.data.sources import generate_exercises, load_tasks
 from areal_jax.records import Completion, Message, Task
@@ -24,6 +24,7 @@ from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
 from areal_jax.workflows.config import CodingAgent, Tags
 from areal_jax.workflows.from_config import find_tools_config, make_workflow
+from areal_jax.workflows.turns import read_files
 
 WRONG = "def add(a, b):\n    return a - b\n"
 RIGHT = WRONG.replace("-", "+")
@@ -153,8 +154,7 @@ def test_generated_repositories_have_one_fault_and_differ_by_split():
             program = tests.files[tests.target] + tests.tests
             with pytest.raises((AssertionError, IndexError, TypeError)):
                 exec(program, {})
-            files = {path: RepositoryFile(text.encode()) for path, text in tests.files.items()}
-            repaired = apply_diff(files, exercise.patch)[tests.target]
+            repaired = apply_diff(read_files(tests), exercise.patch)[tests.target]
             assert repaired is not None
             exec(repaired.data.decode() + tests.tests, {})
             ids.add(repr(tests.files))
