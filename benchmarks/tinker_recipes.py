@@ -1,14 +1,16 @@
 """The cookbook's recipes sl_basic and rl_basic, unchanged, on the embedded policy.
 
-    python benchmarks/tinker_recipes.py --python=COOKBOOK/bin/python [--sl-steps=24] [--rl-steps=30]
+    python benchmarks/tinker_recipes.py --python=COOKBOOK/bin/python [--sl-steps=24] [--rl-steps=40]
+        [--rl-seeds=3]
 
 COOKBOOK is an environment of its own with `tinker-cookbook[math-rl]` 0.6.1, which needs torch. The
 server runs in this one and is named as a policy that the cookbook knows; the recipes run as
 `python -m tinker_cookbook.recipes.NAME` in a folder where that name leads to the tokenizer, and the
 names of their data sets (HuggingFaceH4/no_robots, openai/gsm8k) to generated sums in the form of
-those. Settings on the command line are smaller batches and larger learning rates. Appends one line
-to benchmarks/results/tinker_recipes.jsonl: nats per token of held-out answers for sl_basic, the
-share of correct answers in the first and the last ten steps for rl_basic.
+those. Settings on the command line are smaller batches, larger learning rates, and for rl_basic no
+example before the problem (the policy does not know any) and the seed of the data. Appends one line
+to benchmarks/results/tinker_recipes.jsonl: nats per token of held-out answers for sl_basic; for
+each seed of rl_basic, the share of correct answers in the first and the last ten steps.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from results import append
 from areal_jax.data.policy_files import EMBEDDED
 
 NAME, KEY = "Qwen/Qwen3-4B-Instruct-2507", "tml-recipes"
-SL_BATCH, RL_BATCH, RL_GROUP = 128, 16, 8
+SL_BATCH, RL_BATCH, RL_GROUP = 128, 16, 16
 RL_DATA = "tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder"
 RL_SETTINGS = (
     f"dataset_builder={RL_DATA}",
@@ -39,7 +41,8 @@ RL_SETTINGS = (
     f"dataset_builder.group_size={RL_GROUP}",
     f"dataset_builder.model_name_for_tokenizer={NAME}",
     "dataset_builder.renderer_name=qwen3_instruct",
-    "learning_rate=1e-3",
+    "dataset_builder.convo_prefix=None",
+    "learning_rate=2e-3",
     "max_tokens=48",
 )
 
@@ -85,9 +88,11 @@ def serving(folder: Path) -> Iterator[str]:
         server.wait()
 
 
-def run(python: str, recipe: str, url: str, folder: Path, *given: str) -> list[dict[str, Any]]:
+def run(
+    python: str, recipe: str, url: str, folder: Path, *given: str, seed: int = 0
+) -> list[dict[str, Any]]:
     """Run a recipe; return its metrics."""
-    log = folder / f"log-{recipe}"
+    log = folder / f"log-{recipe}-{seed}"
     module, settings = f"tinker_cookbook.recipes.{recipe}", (f"log_path={log}", *given)
     subprocess.run(
         [python, "-m", module, f"model_name={NAME}", *settings],
@@ -108,7 +113,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", required=True)
     parser.add_argument("--sl-steps", type=int, default=24)
-    parser.add_argument("--rl-steps", type=int, default=30)
+    parser.add_argument("--rl-steps", type=int, default=40)
+    parser.add_argument("--rl-seeds", type=int, default=3)
     given = parser.parse_args()
     row: dict[str, Any] = {"label": "measured", "sl_steps": given.sl_steps}
     row["rl_steps"] = given.rl_steps
@@ -141,16 +147,21 @@ def main() -> None:
                     "seconds": time.perf_counter() - start_s,
                 }
                 print(row, flush=True)
-            start_s = time.perf_counter()
-            if given.rl_steps:
-                rows = run(given.python, "rl_basic", url, folder, *RL_SETTINGS)
+            row["rl_basic"] = []
+            for seed in range(given.rl_seeds if given.rl_steps else 0):
+                start_s = time.perf_counter()
+                settings = (*RL_SETTINGS, f"dataset_builder.seed={seed}")
+                rows = run(given.python, "rl_basic", url, folder, *settings, seed=seed)
                 correct = column(rows, "env/all/correct")
-                row["rl_basic"] = {
+                found = {
+                    "seed": seed,
                     "first_correct": sum(correct[:10]) / 10,
                     "last_correct": sum(correct[-10:]) / 10,
                     "correct": correct,
                     "seconds": time.perf_counter() - start_s,
                 }
+                row["rl_basic"].append(found)
+                print(found, flush=True)
     append("tinker_recipes", row)
 
 
