@@ -25,19 +25,27 @@ from areal_jax.trainer.step import TrainableModel
 
 pytestmark = pytest.mark.slow
 
-FOLDER = Path(__file__).parents[1] / "models" / "parity_vision" / "qwen3_vl"
-POLICY = Policy(hf.read_config(FOLDER))
+CHECKPOINTS = Path(__file__).parents[1] / "models" / "parity_vision"
+FAMILIES = ("qwen3_vl", "qwen2_5_vl")
+POLICIES = {family: Policy(hf.read_config(CHECKPOINTS / family)) for family in FAMILIES}
 ROW_TOKENS, ROW_IMAGE_TOKENS = 32, 16
 
-assert POLICY.config.vision is not None
-READER = ImageReader(
-    ImageProcessor(patch_size=4, min_pixels=8 * 8 * 2, max_pixels=8 * 8 * 8), POLICY.config.vision
-)
+
+def make_reader(family: str) -> ImageReader:
+    vision = POLICIES[family].config.vision
+    assert vision is not None
+    return ImageReader(
+        ImageProcessor(patch_size=4, min_pixels=8 * 8 * 2, max_pixels=8 * 8 * 8), vision
+    )
 
 
-def params() -> Params:
-    placed = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), POLICY.abstract())
-    return hf.load(FOLDER, POLICY, placed)
+READER = make_reader(FAMILIES[0])
+
+
+def params(family: str = FAMILIES[0]) -> Params:
+    policy = POLICIES[family]
+    placed = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), policy.abstract())
+    return hf.load(CHECKPOINTS / family, policy, placed)
 
 
 def image(seed: int, height: int, width: int) -> bytes:
@@ -68,6 +76,7 @@ def examples() -> list[SupervisedExample]:
 
 def make_trainer(
     *,
+    family: str = FAMILIES[0],
     row_image_tokens: int = ROW_IMAGE_TOKENS,
     devices: int = 1,
     axes: dict[str, int] | None = None,
@@ -81,12 +90,12 @@ def make_trainer(
     )
     mesh = train_mesh(devices, **(axes or {}))
     model = TrainableModel(
-        policy=POLICY,
-        params=params(),
+        policy=POLICIES[family],
+        params=params(family),
         mesh=mesh,
         compute_dtype=np.float32,
         row_tokens=ROW_TOKENS,
-        image_reader=READER,
+        image_reader=make_reader(family),
     )
     return SupervisedTrainer(config, model, num_updates=10)
 
@@ -97,8 +106,9 @@ def logprobs(trainer: SupervisedTrainer, given: list[SupervisedExample]) -> list
     return packed.layout.gather(np.stack(columns))
 
 
-def test_packed_images_read_like_images_alone() -> None:
-    trainer = make_trainer()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_images_read_like_images_alone(family: str) -> None:
+    trainer = make_trainer(family=family)
     together = logprobs(trainer, examples())
     for alone, found in zip(examples(), together, strict=True):
         (expected,) = logprobs(trainer, [alone])
@@ -125,8 +135,8 @@ def test_only_a_trained_tower_changes(is_frozen: bool) -> None:
 
 
 @cache
-def on_one_device_alone() -> list[float]:
-    return step_of(make_trainer())
+def on_one_device_alone(family: str) -> list[float]:
+    return step_of(make_trainer(family=family))
 
 
 def step_of(trainer: SupervisedTrainer) -> list[float]:
@@ -136,6 +146,7 @@ def step_of(trainer: SupervisedTrainer) -> list[float]:
     return [each[0] / each[1] if isinstance(each, tuple) else each for each in found]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("devices", "axes"),
     [
@@ -145,9 +156,9 @@ def step_of(trainer: SupervisedTrainer) -> list[float]:
     ],
     ids=["all", "data", "fsdp", "tensor", "context"],
 )
-def test_devices_train_like_one(devices: int, axes: dict[str, int]) -> None:
-    found = step_of(make_trainer(devices=devices, axes=axes))
-    np.testing.assert_allclose(found, on_one_device_alone(), rtol=1e-4)
+def test_devices_train_like_one(devices: int, axes: dict[str, int], family: str) -> None:
+    found = step_of(make_trainer(family=family, devices=devices, axes=axes))
+    np.testing.assert_allclose(found, on_one_device_alone(family), rtol=1e-4)
 
 
 def test_images_need_room_in_a_row() -> None:
