@@ -5,13 +5,15 @@
 Needs the extra `tpu`, or `gpu` for GPUs (h200:2: one trains and one decodes). A family has two
 layers, of its two kinds if there are two, in the widths of a published policy, with few words and
 experts; `areal-plan --compile-for` compiles training (accumulate, apply, log-probs) and decoding
-(generate, prefill, extend) of it on all devices. Appends a row for each family to
+(generate, prefill, extend) of it on all devices. Families with a vision tower, also of two layers,
+train on the pictures of --exp=count_shapes with half of the devices and read them with the others
+(encode, prefill_images, extend_images). Appends a row for each family to
 results/model_families.jsonl: the peak of every program in GiB, or the last line of the error.
 Figures are compiled, not measured. Two to five minutes of a CPU core for each family and topology.
 `--table` prints the tables of families of docs/models.md and README instead, from the last rows and
 those of results/model_parity.jsonl (tests/models/parity/sampled.py writes them).
 
-Expected: every family compiles. Those with a vision tower are left out: `areal-plan` has no images.
+Expected: every family compiles.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import argparse
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +37,7 @@ if __name__ == "__main__":
 
 from results import FOLDER, append
 
+from areal_jax.data.policy_files import EMBEDDED_VISION
 from areal_jax.models.known import KNOWN
 from areal_jax.models.traits import TRAITS
 
@@ -71,6 +75,26 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 """Widths of families of which `models/known.py` has no policy."""
 
+VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen2_5_VLForConditionalGeneration": (
+        widths(2048, 11008, 16, 2) | {"rope_parameters": {"mrope_section": [16, 24, 24]}},
+        {"hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
+        | {"patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1]},
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        widths(2560, 9728, 32, 8)
+        | {"head_dim": 128, "rope_parameters": {"mrope_section": [24, 20, 20]}},
+        {"hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2560}
+        | {"patch_size": 14, "num_position_embeddings": 2304, "deepstack_visual_indexes": [0, 1]},
+    ),
+}
+"""Widths of the policy and of the tower. Patches are those of the embedded policy's processor."""
+KINDS = {
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", "silu"),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "gelu_pytorch_tanh"),
+}
+"""`model_type`, and the activation of the tower."""
+
 
 def settings() -> dict[str, dict[str, Any]]:
     """The config.json of each family."""
@@ -90,17 +114,42 @@ def settings() -> dict[str, dict[str, Any]]:
 TEXT = tuple(name for name, traits in TRAITS.items() if traits.vision is None)
 PROGRAM = re.compile(r"^ *((?:trainer|engine|weights) [a-z_]+(?: \d+)*) +\d+:\d\d +(\d+\.\d+) ")
 REQUIRED = ("trainer accumulate", "engine generate", "engine prefill")
+OF_IMAGES = ("engine prefill_images", "engine encode")
+
+
+def text_plan(name: str, topology: str, folder: Path) -> tuple[str, ...]:
+    """Write the policy; the command that plans with it."""
+    (folder / "config.json").write_text(json.dumps(settings()[name]))
+    devices = math.prod(int(size) for size in topology.partition(":")[2].split("x"))
+    question = (f"devices={devices}", "context=256", "prompt_tokens=64", "slots=8")
+    return "areal_jax.plan", f"model={folder}", *question
+
+
+def vision_run(name: str, topology: str, folder: Path) -> tuple[str, ...]:
+    """Write the policy with the tokenizer of the embedded one; the command that trains it."""
+    without_weights = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(EMBEDDED_VISION, folder, dirs_exist_ok=True, ignore=without_weights)
+    config = json.loads((folder / "config.json").read_text())
+    text, tower = VISION[name]
+    kind, activation = KINDS[name]
+    rope = {"rope_type": "default", "rope_theta": 1e6, **text["rope_parameters"]}
+    common = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "eos_token_id": 2, **LAYERS}
+    merged = {"depth": 2, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    own = {"model_type": f"{kind}_vision", "hidden_act": activation}
+    config |= {"architectures": [name], "model_type": kind, "vision_config": merged | own | tower}
+    text = common | text | {"model_type": f"{kind}_text", "rope_parameters": rope}
+    config["text_config"] = text
+    (folder / "config.json").write_text(json.dumps(config))
+    shares = ("placement.rollout_share=0.5", "engine.num_slots=8")
+    return "areal_jax.train", "--exp=count_shapes", f"policy.path={folder}", *shares
 
 
 def compile_family(name: str, topology: str) -> dict[str, Any]:
     """Compile the programs of a family; return their peaks in GiB, or the error."""
-    devices = math.prod(int(size) for size in topology.partition(":")[2].split("x"))
-    question = (f"devices={devices}", "context=256", "prompt_tokens=64", "slots=8")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(settings()[name]))
-        command = ["-m", "areal_jax.plan", f"model={folder}", *question]
+        arguments = (vision_run if name in VISION else text_plan)(name, topology, Path(folder))
         done = subprocess.run(
-            [sys.executable, *command, f"--compile-for={topology}"],
+            [sys.executable, "-m", *arguments, f"--compile-for={topology}"],
             capture_output=True,
             text=True,
             timeout=3600,
@@ -108,7 +157,8 @@ def compile_family(name: str, topology: str) -> dict[str, Any]:
         )
     found = (PROGRAM.match(line) for line in done.stdout.splitlines())
     peaks = {each[1]: float(each[2]) for each in found if each}
-    missing = [each for each in REQUIRED if not any(key.startswith(each) for key in peaks)]
+    required = (*REQUIRED, *OF_IMAGES) if name in VISION else REQUIRED
+    missing = [each for each in required if not any(key.startswith(each) for key in peaks)]
     row: dict[str, Any] = {"architecture": name, "topology": topology, "peak_gib": peaks}
     if done.returncode or missing:
         row["error"] = (done.stderr or "no programs").strip().splitlines()[-1]
@@ -183,7 +233,9 @@ def table(*, is_short: bool = False) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile-for", default="v5e:2x2")
-    parser.add_argument("--only", default=",".join(TEXT), help="architectures, with commas")
+    parser.add_argument(
+        "--only", default=",".join((*TEXT, *VISION)), help="architectures, with commas"
+    )
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
     if given.table:

@@ -130,6 +130,20 @@ class DecodeEngine:
         return ("",) if self.image_reader is None else ("", "_images")
 
     @property
+    def image_lengths(self) -> Sequence[int]:
+        """Patches to which images are padded, up to what the longest prompt has room for."""
+        if self.image_reader is None:
+            return ()
+        vision, processor = self.image_reader.vision, self.image_reader.processor
+        most = min(
+            self.max_tokens * vision.merged_patches, processor.max_pixels // vision.patch_size**2
+        )
+        lengths = [SHORTEST_IMAGE]
+        while lengths[-1] < _padded_length(most):
+            lengths.append(2 * lengths[-1])
+        return lengths
+
+    @property
     def num_programs(self) -> int:
         """Number of programs compiled so far; constant once warm."""
         return len(self.programs.compiled)
@@ -198,6 +212,9 @@ class DecodeEngine:
         for tokens in shapes.extend_lengths:
             rows = shapes.row_counts(tokens)[-1]
             yield from ((f"extend{images}", rows, tokens) for images in self._kinds)
+        yield from (("encode", patches) for patches in self.image_lengths)
+        if self.image_reader is not None:
+            yield ("same_tower",)
 
     def is_warm(self, mode: SamplingMode, *, masked: bool) -> bool:
         """Return whether no program of a mode, and with `masked` for grammars, must be compiled
@@ -499,8 +516,7 @@ class DecodeEngine:
         vision = self.policy.config.vision
         assert vision is not None
         count = len(image.patches)
-        # In powers of two, so that few programs are compiled.
-        length = max(SHORTEST_IMAGE, 1 << (count - 1).bit_length())
+        length = _padded_length(count)
         patches = np.zeros((1, length, vision.patch_width), np.float32)
         layout = np.zeros((1, length, 5), np.int32)
         patches[0, :count] = image.patches
@@ -524,6 +540,11 @@ class DecodeEngine:
         for rows, entries in zip(array, lists, strict=True):
             rows[: len(entries)] = entries or 0
         return array.reshape(-1, width), np.array([len(entries) for entries in lists], np.int32)
+
+
+def _padded_length(num_patches: int) -> int:
+    """Patches to which an image is padded: powers of two, so that few programs are compiled."""
+    return max(SHORTEST_IMAGE, 1 << (num_patches - 1).bit_length())
 
 
 def find_too_long(engine: DecodeEngine, setting: str) -> Iterator[str]:

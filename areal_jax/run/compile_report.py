@@ -225,6 +225,7 @@ def _on_own_slices(plan: Plan) -> Plan:
             on_own_slice(each.mesh),
             each.config,
             each.compute_dtype,
+            image_reader=each.image_reader,
             compiler=plan.compiler,
         )
         for each in plan.engines[:1]

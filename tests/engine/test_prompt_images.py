@@ -173,6 +173,25 @@ def test_updates_recompute_embeddings_if_the_tower_changed(
     np.testing.assert_allclose(completion.logp[is_new], expected[is_new], atol=1e-4)
 
 
+def test_a_warm_engine_compiles_nothing_for_images_of_any_size() -> None:
+    family = "qwen3_vl"
+    policy, _ = policy_of(family)
+    assert policy.config.vision is not None
+    reader = ImageReader(ImageProcessor(patch_size=4, min_pixels=64), policy.config.vision)
+    mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout
+    engine = DecodeEngine(policy, mesh, CONFIG, jnp.float32, image_reader=reader)
+    engine.warm_up()
+    num_programs = engine.num_programs
+    largest = CONFIG.max_tokens * 4
+    assert engine.image_lengths[-1] >= largest > engine.image_lengths[-2]
+    weights = weights_of(family)
+    for width in (4, 16, largest // 2):
+        grid = ImageGrid(2, width)
+        engine.encode(weights, ImagePatches(np.zeros((2 * width, 96), np.float32), grid))
+    assert engine.same_tower(weights, weights)
+    assert engine.num_programs == num_programs
+
+
 def full_forward(
     family: str, prompt: np.ndarray, sampled: np.ndarray, scale: float, tower_scale: float
 ) -> np.ndarray:
