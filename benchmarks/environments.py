@@ -1,13 +1,15 @@
-"""Learning curves of environments: puzzles of reasoning-gym, a game, and a game of two players.
+"""Learning curves of environments: puzzles of reasoning-gym, a game, a game of two players, and
+repositories to repair.
 
     python benchmarks/environments.py                    # three seeds each
     python benchmarks/environments.py --only=nim --seeds=0
     python benchmarks/environments.py --games=nim.jsonl  # games of nim at random, for --exp=sft
 
 Puzzles and nim begin with fine-tuning that teaches the form of an answer: on answers of all three
-generators, and on games of players who take any possible number. Each seed then trains the
-same policy. Figures are pass@1 on held-out puzzles or games, before and after; for nim it is the
-share of games won against the frozen copy of the policy that training starts from.
+generators, and on games of players who take any possible number. coding_agent begins with
+demonstrations of repairs and of mistakes. Each seed then trains the same policy. Figures are pass@1
+on held-out puzzles, games or repositories, before and after; for nim it is the share of games won
+against the frozen copy of the policy that training starts from.
 
 Every run appends one row to results/environments.jsonl; runs that have a row are not repeated.
 """
@@ -32,7 +34,8 @@ from areal_jax.reports.plots import BLUE, as_png, new_figure, plain, title
 from areal_jax.rewards.functions import load_function
 
 NAME = "environments"
-NUM_STEPS = 40
+NUM_STEPS = {"coding_agent": 20}
+"""Of runs, unless 40."""
 NUM_GAMES = 3000
 PUZZLES = ("letter_counting", "count_bits", "lcm")
 PARAMETERS = json.dumps(
@@ -78,6 +81,15 @@ def settings_of(name: str, folder: Path) -> tuple[str, ...]:
     """Return the settings of a run, after the fine-tuning that it starts from."""
     if name == "safe":
         return ("--exp=safe",)
+    if name == "coding_agent":
+        fine_tuning = (
+            "--exp=tiny_tools_sft",
+            "examples=Repositories",
+            "examples.num_tasks=100000",
+            "engine.max_prompt_tokens=288",
+        )
+        run_all({"tiny_coder": fine_tuning}, folder, 300)
+        return "--exp=coding_agent", f"policy.path={folder / 'tiny_coder' / 'policy'}"
     if name == "nim":
         games = folder / "nim.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,15 +117,16 @@ def settings_of(name: str, folder: Path) -> tuple[str, ...]:
 
 def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train one seed; the row of its figures."""
+    num_steps = NUM_STEPS.get(name, 40)
     settings = (
         *settings_of(name, folder),
         f"seed={seed}",
-        "evaluation.every_steps=20",
+        f"evaluation.every_steps={num_steps // 2}",
         "evaluation.num_tasks=256",
         "checkpoint.export_hf=false",
     )
     of_run = f"{name}_{seed}"
-    rows = run_all({of_run: settings}, folder, NUM_STEPS)[of_run]
+    rows = run_all({of_run: settings}, folder, num_steps)[of_run]
     scores = {str(row["version"]): row[names.PASS_AT_1] for row in rows if names.PASS_AT_1 in row}
     return {"game": name, "seed": seed, "pass_at_1": scores}
 
@@ -148,7 +161,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
-    parser.add_argument("--only", default=",".join((*PUZZLES, "safe", "nim")))
+    parser.add_argument("--only", default=",".join((*PUZZLES, "safe", "nim", "coding_agent")))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--games", type=Path, help="write games of nim here, and run nothing")
     options = parser.parse_args()

@@ -53,7 +53,7 @@ class _Family(NamedTuple):
     source: str
     """The right program; NAME and K are replaced."""
     faults: tuple[tuple[str, str], ...]
-    """Texts of a line and what is wrong there instead."""
+    """Parts of lines, which occur once, and what is wrong there instead."""
     arguments: Callable[[random.Random], tuple[Any, ...]]
 
 
@@ -74,29 +74,41 @@ _FAMILIES = {
     "add": _Family(
         "def NAME(numbers):\n    total = 0\n    for number in numbers:\n        total += number\n"
         "    return total + K\n",
-        (("total += number", "total -= number"), ("total + K", "total"), ("= 0", "= 1")),
+        (
+            ("total += number", "total -= number"),
+            ("total + K", "total - K"),
+            ("total = 0", "total = 1"),
+        ),
         lambda rng: (_numbers(rng),),
     ),
     "largest": _Family(
         "def NAME(numbers):\n    best = numbers[0]\n    for number in numbers:\n"
         "        if number > best:\n            best = number\n    return best\n",
-        (("number > best", "number < best"), ("numbers[0]", "0"), ("return best", "return number")),
+        (
+            ("number > best", "number < best"),
+            ("best = numbers[0]", "best = 0"),
+            ("return best", "return number"),
+        ),
         lambda rng: (_numbers(rng),),
     ),
     "count": _Family(
         "def NAME(word):\n    found = 0\n    for letter in word:\n        if letter in 'aeiou':\n"
         "            found += 1\n    return found\n",
-        (("letter in 'aeiou'", "letter not in 'aeiou'"), ("'aeiou'", "'aeio'"), ("+= 1", "= 1")),
+        (
+            ("letter in 'aeiou'", "letter not in 'aeiou'"),
+            ("'aeiou'", "'aeio'"),
+            ("found += 1", "found = 1"),
+        ),
         lambda rng: (_word(rng),),
     ),
     "multiples": _Family(
         "def NAME(n):\n    return [i for i in range(1, n + 1) if i % K == 0]\n",
-        (("range(1, n + 1)", "range(1, n)"), ("== 0", "!= 0"), ("range(1,", "range(0,")),
+        (("1, n + 1)", "1, n)"), ("== 0", "!= 0"), ("range(1,", "range(0,")),
         lambda rng: (rng.randint(1, 40),),
     ),
     "last": _Family(
         "def NAME(items, n):\n    if n == 0:\n        return []\n    return items[-n:]\n",
-        (("items[-n:]", "items[:n]"), ("return []", "return items"), ("-n:", "-n + 1:")),
+        (("[-n:]", "[:n]"), ("n == 0", "n == 1"), ("[-n:]", "[-n + 1:]")),
         lambda rng: (_numbers(rng), rng.randint(0, 3)),
     ),
 }
@@ -145,18 +157,11 @@ def _draft(family: str, rng: random.Random) -> tuple[GeneratedRepository, int]:
     question = (
         f"A test fails: python3 -m unittest test_{name}. One line of {module} is wrong. Repair it."
     )
-    ((before, after),) = (
-        (line, repaired)
-        for line, repaired in zip(wrong.splitlines(), right.splitlines(), strict=True)
-        if line != repaired
+    repair, *spoilt = (
+        _demonstrate(wrong, before.replace("K", constant), after.replace("K", constant))
+        for before, after in ((new, old), *faults)
+        if before.replace("K", constant) in wrong
     )
-    repair = _demonstrate(wrong, before.strip(), after.strip())
-    spoilt = [
-        _demonstrate(wrong, line.strip(), line.strip().replace(part, becomes))
-        for part, becomes in ((was.replace("K", constant), becomes) for was, becomes in faults)
-        for line in wrong.splitlines()
-        if part in line
-    ]
     digest = _digest(files)
     repository = GeneratedRepository(
         f"repository-{name}-{digest:08x}",
@@ -178,7 +183,7 @@ def _write_patch(path: str, wrong: str, right: str) -> str:
 
 
 def _demonstrate(text: str, before: str, after: str) -> Demonstration:
-    """Read the program and replace a line."""
+    """Read the program and replace a part of a line."""
     pattern = re.sub(r"([\[\]*.])", r"\\\1", before)
     read, replace = f"cat {_PROGRAMS}", f'sed -i "s/{pattern}/{after}/" {_PROGRAMS}'
     turns = f"<shell>{read}</shell>", text, f"<shell>{replace}</shell>", "", "Done."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -157,6 +158,11 @@ def test_generated_repositories_have_one_fault_and_differ_by_split():
             repaired = apply_diff(read_files(tests), exercise.patch)[tests.target]
             assert repaired is not None
             exec(repaired.data.decode() + tests.tests, {})
+            for demonstration in (*exercise.correct, *exercise.incorrect):
+                _, text, change, *_ = (turn.content for turn in demonstration)
+                # What is replaced occurs once, so that one line changes.
+                if part := re.search(r'"s/(.*)/.*/"', change):
+                    assert len(re.findall(re.sub(r"[()+]", r"\\\g<0>", part[1]), text)) == 1
             ids.add(repr(tests.files))
             assert make_repository(index, split) == exercise and tests.target.startswith(family)
     assert not found["train"] & found["heldout"] and len(found["train"]) == 24
