@@ -28,6 +28,7 @@ from areal_jax.run.compiled_programs import (
     engine_jobs,
     exceeded_memory,
     relief_of,
+    reward_model_jobs,
     trainer_jobs,
 )
 from areal_jax.run.plan import Plan
@@ -168,7 +169,7 @@ def compile_run(
     jobs, left_out = list(trainer_jobs(plan, abstract_trainer(plan))), 0
     if plan.decodes:
         jobs.append(copy_job(plan, moves=moves))
-        of_engine = list(engine_jobs(plan))
+        of_engine = [*engine_jobs(plan), *reward_model_jobs(plan)]
         if not compiles_all:
             # Keyed by the verb: of each the last, which is the largest, stays.
             largest = {job.program[0].split()[1]: job for job in of_engine}

@@ -15,7 +15,10 @@ from areal_jax.config.experiment import Experiment
 from areal_jax.errors import ConfigError
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.parallel.compilation import Program, peak_bytes
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import bytes_per_device
+from areal_jax.parallel.topologies import on_own_slice
 from areal_jax.run.memory_checks import format_bytes
 from areal_jax.run.plan import Plan, TrainingPlan
 from areal_jax.run.trainer import abstract_weights, example_trainer, rl_trainer
@@ -34,6 +37,7 @@ RELIEFS = {
     "apply": f"set trainer.optimizer.offload=true, or {_SHARDS}",
     "prefill": _PREFILL,
     "extend": _PREFILL,
+    "score": "lower rewards.model.batch_size or rewards.model.max_tokens",
     "engine": "lower engine.num_slots, engine.max_new_tokens or engine.kv_tokens, or raise "
     "placement.rollout_tensor",
     "": _SHARDS,
@@ -215,6 +219,17 @@ _NO_MEMORY = re.compile(
     r"|[Oo]ut of memory (?:while trying to allocate|allocating) ([\d.]+ ?\w+)",
     re.DOTALL,
 )
+
+
+def reward_model_jobs(plan: Plan) -> Iterator[Job]:
+    """The programs that score answers on a rollout device, beside what decoding holds there."""
+    if plan.reward_model is None:
+        return
+    mesh = on_own_slice(make_train_mesh(PlacementConfig(), [plan.reward_model.device]))
+    sizes = plan.rollout_bytes()
+    beside = sum(size for part, size in sizes.items() if part != "reward model")
+    for name, compile_it in plan.reward_model.list_programs(mesh):
+        yield Job(program=(f"reward_model {name}", compile_it), mesh=mesh, beside_bytes=beside)
 
 
 def _bytes(tree: object) -> int:

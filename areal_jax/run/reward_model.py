@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float32, Int32
 
 from areal_jax.config.experiment import AnyExperiment
@@ -17,10 +18,11 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.errors import InvalidRequest, config_errors
 from areal_jax.json_files import read_json
 from areal_jax.models import hf
-from areal_jax.models.decoder import Policy
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.compilation import Program
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import compute_dtype, make_train_mesh
-from areal_jax.parallel.sharding import TRAIN_RULES, shardings
+from areal_jax.parallel.sharding import TRAIN_RULES, abstract, shardings
 from areal_jax.records import Message
 from areal_jax.rewards.config import RewardModelConfig
 from areal_jax.threads import run_in_thread
@@ -197,14 +199,37 @@ class RewardModel:
         placed = shardings(mesh, self.policy.axes(), self.policy.abstract(dtype), TRAIN_RULES)
         with config_errors():
             params = hf.load(self.folder, self.policy, placed, dtype=dtype)
-        config = TrainerConfig(rows_per_micro_batch=self.config.batch_size, remat="none")
-        found = {}
-        for size in self._row_tokens:
-            forward = Forward(config, self.policy, mesh, dtype, temperature=1.0, row_tokens=size)
-            found[size] = FrozenPolicy(forward, params)
+        found = self._with_weights(params, mesh)
         for frozen in found.values():
             frozen.compile()
         return found
+
+    def _with_weights(self, params: Params, mesh: Mesh) -> dict[int, FrozenPolicy]:
+        """Return the model for each length of rows."""
+        config = TrainerConfig(rows_per_micro_batch=self.config.batch_size, remat="none")
+        return {
+            size: FrozenPolicy(
+                Forward(
+                    config,
+                    self.policy,
+                    mesh,
+                    compute_dtype("auto", mesh),
+                    temperature=1.0,
+                    row_tokens=size,
+                ),
+                params,
+            )
+            for size in self._row_tokens
+        }
+
+    def list_programs(self, mesh: Mesh) -> list[Program]:
+        """Return the programs of all lengths of rows, for a mesh of one device; no weights are
+        loaded.
+        """
+        shapes = self.policy.abstract(compute_dtype("auto", mesh))
+        placed = shardings(mesh, self.policy.axes(), shapes, TRAIN_RULES)
+        models = self._with_weights(abstract(shapes, placed), mesh)
+        return [(f"score {size}", frozen.compile) for size, frozen in models.items()]
 
 
 def is_reward_model(folder: Path) -> bool:

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from areal_jax.data.policy_files import EMBEDDED
 
 KV_TOKENS = 400_000_000
 """More than fits a slice."""
 
 
-def test_compile_for_prints_programs_and_refuses_what_does_not_fit() -> None:
-    command = ["--exp=aime", "--compile-for=v5e:2x2", "placement.rollout_devices=2"]
+def write_reward_model(folder: Path) -> Path:
+    """The embedded policy's files as those of a reward model, without weights."""
+    shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_compile_for_prints_programs_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    command = ["--exp=count_shapes", "--compile-for=v5e:2x2", "placement.rollout_devices=2"]
+    model = write_reward_model(tmp_path / "reward")
+    command += [f"rewards.model.path={model}", "rewards.model.max_tokens=160"]
     done = subprocess.run(
         [sys.executable, "-m", "areal_jax.train", *command, f"engine.kv_tokens={KV_TOKENS}"],
         capture_output=True,
@@ -28,6 +42,9 @@ def test_compile_for_prints_programs_and_refuses_what_does_not_fit() -> None:
     (mfu,) = re.findall(r"training: at most (\d+)% MFU \(compiled", out)
     assert 0 < int(mfu) < 100
     assert re.search(r"trainer accumulate +all-gather +fsdp", out)
+    # What reads images and scores answers is compiled too.
+    for program in ("engine encode 64", "engine prefill_images 8 96", "reward_model score 160"):
+        assert re.search(rf"^ {program} +0:\d\d", out, re.MULTILINE), program
     # The engine's caches do not, and the message names the setting.
     (line,) = (each for each in out.splitlines() if each.startswith("engine generate 0 0 does not"))
     assert "of 15.75G by XLA" in line
