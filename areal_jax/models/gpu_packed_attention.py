@@ -55,7 +55,10 @@ def choose_blockings(head_dim: int) -> Blockings:
     """Choose blocks for a head size; at 128 the fastest of those tried on an H100."""
     if head_dim <= 128:
         return Blockings(Blocking(64, 64, 4, 3), Blocking(128, 32, 4, 3), Blocking(64, 128, 8, 3))
-    return Blockings(Blocking(64, 32, 8, 2), Blocking(64, 32, 8, 2), Blocking(32, 64, 8, 2))
+    if head_dim <= 256:
+        return Blockings(Blocking(64, 32, 8, 2), Blocking(64, 32, 8, 2), Blocking(32, 64, 8, 2))
+    # Latents in place of keys and values, 1024 with padding: more does not fit shared memory.
+    return Blockings(*[Blocking(16, 16, 8, 1)] * 3)
 
 
 def gpu_attention(

@@ -63,3 +63,39 @@ def test_gathers_and_scatters_of_training_overlap_with_compute(
     assert {kind for program, kind, _ in num_bytes if program == "apply"} == {"all-reduce"}
     mfu = re.search(r"training: at most (\d+)% MFU \(compiled", out)
     assert mfu and 30 < int(mfu[1]) < 100
+
+
+def test_prefill_of_latent_attention_fits_shared_memory(tmp_path: Path) -> None:
+    shape = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 1024,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "max_position_embeddings": 2048,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    question = [f"model={tmp_path}", "devices=2", "context=256", "prompt_tokens=64", "slots=8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "areal_jax.plan", *question, "--compile-for=h200:2"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"engine prefill 8 256 +\d+:\d\d +\d", done.stdout)

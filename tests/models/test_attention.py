@@ -122,6 +122,15 @@ def test_every_packed_kernel_matches_the_formula(way: str, window: int | None) -
         np.testing.assert_allclose(ours, theirs, atol=5e-5)
 
 
+def test_the_gpu_kernel_reads_latents_of_576_numbers() -> None:
+    latents, q = draw(1, 40, 1, 576), draw(1, 40, 2, 576, seed=1)
+    segments = jnp.asarray([[1] * 25 + [2] * 15])
+    out = gpu_attention(q, latents, latents, Visibility.of_segments(segments), interpret=True)
+    sees = jnp.tril(segments[:, :, None] == segments[:, None])
+    expected = masked_attention(q, latents.transpose(0, 2, 3, 1), latents.swapaxes(1, 2), sees)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("mesh", "kernel"),
     [
