@@ -108,8 +108,9 @@ def settings() -> dict[str, dict[str, Any]]:
         key = traits.expert_keys.get("num_experts") or "num_experts"
         if traits.is_moe:
             values[key] = min(NUM_EXPERTS, values.get(key, NUM_EXPERTS))
-    # Two do not fit the two v5e that train.
-    found["SeedOssForCausalLM"]["num_hidden_layers"] = 1
+    # Two layers of these do not fit the two v5e that train.
+    for name in ("MixtralForCausalLM", "SeedOssForCausalLM"):
+        found[name]["num_hidden_layers"] = 1
     return found
 
 
