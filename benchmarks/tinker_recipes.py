@@ -116,6 +116,8 @@ def main() -> None:
     parser.add_argument("--rl-steps", type=int, default=40)
     parser.add_argument("--rl-seeds", type=int, default=3)
     given = parser.parse_args()
+    # Recipes run in another folder. A link stays one: it makes the environment.
+    python = str(Path(given.python).absolute())
     row: dict[str, Any] = {"label": "measured", "sl_steps": given.sl_steps}
     row["rl_steps"] = given.rl_steps
     with tempfile.TemporaryDirectory() as name:
@@ -137,7 +139,7 @@ def main() -> None:
         with serving(folder / "run") as url:
             start_s = time.perf_counter()
             if given.sl_steps:
-                rows = run(given.python, "sl_basic", url, folder, "learning_rate=1e-3")
+                rows = run(python, "sl_basic", url, folder, "learning_rate=1e-3")
                 losses, held_out = column(rows, "train_mean_nll"), column(rows, "test/nll")
                 row["sl_basic"] = {
                     "first_nll": losses[0],
@@ -151,7 +153,7 @@ def main() -> None:
             for seed in range(given.rl_seeds if given.rl_steps else 0):
                 start_s = time.perf_counter()
                 settings = (*RL_SETTINGS, f"dataset_builder.seed={seed}")
-                rows = run(given.python, "rl_basic", url, folder, *settings, seed=seed)
+                rows = run(python, "rl_basic", url, folder, *settings, seed=seed)
                 correct = column(rows, "env/all/correct")
                 found = {
                     "seed": seed,
