@@ -34,6 +34,6 @@ experiment = chz.replace(
         max_turns=3, call_format=Tags(), announce=False, tools=ToolsConfig(names=("shell",))
     ),
     rewards=chz.replace(aime.rewards, num_workers=2),
-    engine=chz.replace(aime.engine, max_prompt_tokens=320, max_new_tokens=96),
+    engine=chz.replace(aime.engine, max_prompt_tokens=320, max_new_tokens=128),
     evaluation=chz.replace(aime.evaluation, every_steps=10, num_tasks=256),
 )

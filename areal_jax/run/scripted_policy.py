@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -127,7 +128,9 @@ def _write_right(
         return (write_answer(form, task, reference.right),)
     calls = [
         write_call(workflow.call_format, tool, argument)
-        for tool, argument in _repair(read_files(repository), reference.right)
+        for tool, argument in _repair(
+            read_files(repository), reference.right, edits="edit" in workflow.tools.names
+        )
     ]
     turns = ("\n".join(calls[n : n + MAX_CALLS]) for n in range(0, len(calls), MAX_CALLS))
     return (*turns, "Done.")
@@ -139,12 +142,18 @@ def _repository(task: Task) -> Repository | RepositoryTests | None:
     return tests if isinstance(tests, Repository | RepositoryTests) else None
 
 
-def _repair(files: RepositoryFiles, patch: str) -> Iterator[tuple[str, str]]:
-    """Yield tools and arguments of the calls that apply a patch."""
+def _repair(files: RepositoryFiles, patch: str, *, edits: bool) -> Iterator[tuple[str, str]]:
+    """Yield tools and arguments of the calls that apply a patch, by `edit` or else by `shell`."""
     hunks = {each.new: each.hunks for each in parse_diff(patch)}
     for path, file in apply_diff(files, patch).items():
         if file is None:
             yield "shell", f"rm {shlex.quote(path)}"
+            continue
+        if not edits:
+            content = shlex.quote(file.data.decode(errors="surrogateescape"))
+            folder = os.path.dirname(path)
+            made = f"mkdir -p {shlex.quote(folder)} && " if folder else ""
+            yield "shell", f"{made}printf %s {content} > {shlex.quote(path)}"
             continue
         text = files[path].data if path in files else b""
         blocks = [(b"".join(old), b"".join(new)) for _, old, new in hunks[path]]
