@@ -138,10 +138,7 @@ class DecodeEngine:
         most = min(
             self.max_tokens * vision.merged_patches, processor.max_pixels // vision.patch_size**2
         )
-        lengths = [SHORTEST_IMAGE]
-        while lengths[-1] < _padded_length(most):
-            lengths.append(2 * lengths[-1])
-        return lengths
+        return doublings(SHORTEST_IMAGE, _padded_length(most))
 
     @property
     def num_programs(self) -> int:

@@ -14,7 +14,6 @@ from typing import Literal
 import jax
 from jax.sharding import Mesh, use_abstract_mesh
 
-from areal_jax.engine.decode import DecodeEngine
 from areal_jax.errors import config_errors
 from areal_jax.parallel import hlo
 from areal_jax.parallel.compilation import OnProgram, peak_bytes
@@ -221,15 +220,7 @@ def describe_traffic(work: hlo.Work, mesh: Mesh, device: Device) -> tuple[Traffi
 def _on_own_slices(plan: Plan) -> Plan:
     """Return the plan with each mesh on a slice of its own."""
     engines = tuple(
-        DecodeEngine(
-            each.policy,
-            on_own_slice(each.mesh),
-            each.config,
-            each.compute_dtype,
-            image_reader=each.image_reader,
-            compiler=plan.compiler,
-        )
-        for each in plan.engines[:1]
+        plan.make_engine(on_own_slice(each.mesh), each.config) for each in plan.engines[:1]
     )
     return replace(
         plan, train_mesh=on_own_slice(plan.train_mesh), engines=engines * len(plan.engines)

@@ -15,8 +15,6 @@ from areal_jax.config.experiment import Experiment
 from areal_jax.errors import ConfigError
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.parallel.compilation import Program, peak_bytes
-from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.parallel.topologies import on_own_slice
 from areal_jax.run.memory_checks import format_bytes
@@ -225,7 +223,7 @@ def reward_model_jobs(plan: Plan) -> Iterator[Job]:
     """The programs that score answers on a rollout device, beside what decoding holds there."""
     if plan.reward_model is None:
         return
-    mesh = on_own_slice(make_train_mesh(PlacementConfig(), [plan.reward_model.device]))
+    mesh = on_own_slice(plan.reward_model.mesh)
     sizes = plan.rollout_bytes()
     beside = sum(size for part, size in sizes.items() if part != "reward model")
     for name, compile_it in plan.reward_model.list_programs(mesh):

@@ -269,15 +269,7 @@ def _make_engines(
         kv_tokens=experiment.engine.kv_tokens // count,
     )
     return tuple(
-        DecodeEngine(
-            training.policy,
-            mesh,
-            config,
-            training.compute_dtype,
-            compiler=training.compiler,
-            image_reader=training.image_reader,
-        )
-        for mesh in engine_meshes(meshes.rollout, count)
+        training.make_engine(mesh, config) for mesh in engine_meshes(meshes.rollout, count)
     )
 
 

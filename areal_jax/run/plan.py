@@ -16,12 +16,11 @@ from areal_jax.config.experiment import AnyExperiment, Experiment
 from areal_jax.data.examples import ExampleSet
 from areal_jax.data.sources import TaskSet
 from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.models.decoder import Policy
 from areal_jax.models.vision.image_reader import ImageReader
 from areal_jax.parallel.compilation import Compiler, compile_lowered
-from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.run.reward_model import RewardModel
 from areal_jax.trainer.memory_estimate import frozen_bytes, predicted_bytes
@@ -67,6 +66,17 @@ class TrainingPlan:
     """Reads images; None if the policy does not."""
     compiler: Compiler = compile_lowered
     """Compiles the programs of trainer and engines."""
+
+    def make_engine(self, mesh: Mesh, config: EngineConfig) -> DecodeEngine:
+        """Make an engine of the policy on a mesh."""
+        return DecodeEngine(
+            self.policy,
+            mesh,
+            config,
+            self.compute_dtype,
+            image_reader=self.image_reader,
+            compiler=self.compiler,
+        )
 
     def train_bytes(self) -> Memory:
         """Estimated bytes that training takes on each device of its mesh."""
@@ -162,8 +172,7 @@ class Plan(TrainingPlan):
             )
             sizes["opponents"] = len(set(workflow.opponents)) * (each + engine.kv_bytes())
         if (scorer := self.reward_model) is not None:
-            mesh = make_train_mesh(PlacementConfig(), [scorer.device])
-            sizes["reward model"] = frozen_bytes(scorer.policy, mesh, self.compute_dtype)
+            sizes["reward model"] = frozen_bytes(scorer.policy, scorer.mesh, self.compute_dtype)
         return sizes
 
 

@@ -82,6 +82,11 @@ class RewardModel:
         self._scoring: asyncio.Task[None] | None = None
         self._num_batches = self._num_tokens = 0
 
+    @property
+    def mesh(self) -> Mesh:
+        """Its device."""
+        return make_train_mesh(PlacementConfig(), [self.device])
+
     async def start(self) -> None:
         """Load the weights, and compile the program of each length of rows.
 
@@ -194,7 +199,7 @@ class RewardModel:
         return np.asarray(values, np.float32)[np.arange(len(sequences)), lengths - 1]
 
     def _load(self) -> dict[int, FrozenPolicy]:
-        mesh = make_train_mesh(PlacementConfig(), [self.device])
+        mesh = self.mesh
         dtype = compute_dtype("auto", mesh)
         placed = shardings(mesh, self.policy.axes(), self.policy.abstract(dtype), TRAIN_RULES)
         with config_errors():

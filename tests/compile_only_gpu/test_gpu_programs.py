@@ -24,14 +24,8 @@ SHAPE = {
 }
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("topology", ["2xh200:8", "b200:8"])
-def test_gathers_and_scatters_of_training_overlap_with_compute(
-    topology: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    num_devices = 16 if topology.startswith("2x") else 8
-    question = [f"model={tmp_path}", f"devices={num_devices}", "context=8192", "slots=64"]
+def compile_for(topology: str, *question: str) -> str:
+    """What `areal-plan` prints."""
     done = subprocess.run(
         [sys.executable, "-m", "areal_jax.plan", *question, f"--compile-for={topology}"],
         capture_output=True,
@@ -41,7 +35,18 @@ def test_gathers_and_scatters_of_training_overlap_with_compute(
         env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr
-    out = done.stdout
+    return done.stdout
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("topology", ["2xh200:8", "b200:8"])
+def test_gathers_and_scatters_of_training_overlap_with_compute(
+    topology: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    num_devices = 16 if topology.startswith("2x") else 8
+    question = [f"model={tmp_path}", f"devices={num_devices}", "context=8192", "slots=64"]
+    out = compile_for(topology, *question)
     for name in ("init", "accumulate", "apply", "logprobs"):
         assert re.search(rf"trainer {name} +\d+:\d\d +\d", out)
     for name in ("generate", "prefill", "extend", "copy"):
@@ -89,13 +94,5 @@ def test_prefill_of_latent_attention_fits_shared_memory(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     question = [f"model={tmp_path}", "devices=2", "context=256", "prompt_tokens=64", "slots=8"]
-    done = subprocess.run(
-        [sys.executable, "-m", "areal_jax.plan", *question, "--compile-for=h200:2"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"engine prefill 8 256 +\d+:\d\d +\d", done.stdout)
+    out = compile_for("h200:2", *question)
+    assert re.search(r"engine prefill 8 256 +\d+:\d\d +\d", out)
