@@ -12,7 +12,10 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
+from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -64,6 +67,9 @@ class ExecutableFolder:
                 "nobody else may write, because executables are run without further checks; "
                 "chmod go-w it, or name another folder"
             )
+        # Kernels contain the places in source files that they were traced from: a program that was
+        # compiled from files elsewhere would match no other.
+        jax.config.update("jax_traceback_in_locations_limit", 0)
         self._path = path
         self.num_loaded = self.num_saved = 0
         self._lock = threading.Lock()
@@ -136,16 +142,41 @@ def describe(lowered: jax.stages.Lowered, mesh: Mesh) -> dict[str, object]:
     """Return what an executable depends on: program, compiler, flags and devices."""
     devices = mesh.devices.flat
     return {
-        "program": hashlib.sha256(lowered.as_text().encode()).hexdigest(),
+        "program": fingerprint(lowered.as_text()),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "flags": {name: os.environ.get(name, "") for name in FLAGS},
         "options": compiler_options(mesh),
         "mesh": dict(mesh.shape),
         "devices": [
-            [each.device_kind, each.id, each.process_index, list(getattr(each, "coords", []))]
+            [each.device_kind, each.id, each.process_index, list(_coordinates(each))]
             for each in devices
         ],
     }
+
+
+def fingerprint(program: str) -> str:
+    """Return the SHA-256 of a lowered program, whatever the names of its functions.
+
+    jax lowers equal functions once or several times, by what it has traced before.
+    """
+    header, *parts = re.split(r"^(?=  func\.func )", program, flags=re.M)
+    functions = {re.findall(r"@([\w.]+)\(", part)[0]: part for part in parts}
+
+    @cache
+    def digest(name: str) -> str:
+        body = re.sub(
+            r"@([\w.]+)",
+            lambda found: digest(found[1]) if found[1] in functions else found[0],
+            functions[name].replace(f"@{name}(", "(", 1),
+        )
+        return hashlib.sha256(body.encode()).hexdigest()
+
+    return hashlib.sha256((header + digest("main")).encode()).hexdigest()
+
+
+def _coordinates(device: jax.Device) -> Sequence[int]:
+    """Return the place of a TPU in its slice; compile-only GPUs have one, too, real ones none."""
+    return getattr(device, "coords", ()) if device.platform == "tpu" else ()
 
 
 def _can_run(devices: list[jax.Device]) -> bool:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from areal_jax.errors import ConfigError
 from areal_jax.parallel import executables
-from areal_jax.parallel.executables import ExecutableFolder
+from areal_jax.parallel.executables import ExecutableFolder, fingerprint
 
 pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 
@@ -122,3 +122,24 @@ def test_a_program_with_several_results_keeps_their_structure(tmp_path: Path) ->
         folder(lowered, mesh)(X, jnp.asarray(X)),
     )
     assert (folder.num_saved, folder.num_loaded) == (1, 1)
+
+
+def test_fingerprint_ignores_names_and_copies_of_functions() -> None:
+    def twice(x: jax.Array) -> jax.Array:
+        return jnp.where(x > 0, x, 0) % 5 + jnp.where(x > 1, x, 0) % 5
+
+    once = jax.jit(twice).lower(jax.ShapeDtypeStruct((4,), jnp.int32)).as_text()
+    assert once.count("call @_where(") == 2
+    # The function of the second call is lowered a second time, under another name.
+    start = once.index("  func.func private @_where(")
+    body = once[start : once.index("  func.func ", start + 1)]
+    copy = body.replace("@_where(", "@_where_9(")
+    head, tail = once[:start].rsplit("call @_where(", 1)
+    again = f"{head}call @_where_9({tail}{copy}{once[start:]}"
+    assert again != once
+    assert fingerprint(again) == fingerprint(once)
+    # Another computation of a function changes the program.
+    assert fingerprint(
+        again.replace(copy, copy.replace("select %arg0, %arg1", "select %arg0, %arg9"))
+    ) != fingerprint(once)
+    assert fingerprint(once.replace("dense<5>", "dense<7>")) != fingerprint(once)
