@@ -62,6 +62,7 @@ class DecodeShapes:
         insert_lengths: Lengths for which pages are copied into the view, in tokens.
         prefill_lengths: Lengths of prefill chunks at the start of a sequence, in tokens.
         extend_lengths: Lengths of later prefill chunks, in tokens.
+        is_unrolled: Whether prefill and scoring run layer by layer, not in a scan.
         params: Shapes and shardings of the parameters that the programs read.
         param_shardings: Shardings of `lay_out_params` (of the adapter, if the policy has one): what
             a weight channel delivers.
@@ -100,6 +101,11 @@ class DecodeShapes:
             self.compute_dtype if config.kv_dtype == "compute" else jnp.dtype(config.kv_dtype)
         )
         self.reader: Reader = reader or self._fastest_reader()
+        # A scan over stacked layers compiles faster, but copies all weights in every prefill: a
+        # sixth of its time for 8 x 2048 tokens on an H200. Layers of two kinds are not stacked.
+        self.is_unrolled = (
+            policy.config.linear is not None or mesh.devices.flat[0].platform != "cpu"
+        )
         if config.router_replay and policy.config.moe is None:
             raise ValueError(
                 f"engine.router_replay=true: {policy.config.architecture} has no experts; set it "

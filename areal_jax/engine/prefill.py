@@ -42,9 +42,6 @@ def prefill(
     """Fill the pages of sequences from their first token on; return the experts, if recorded."""
     config, (pages, recurrent) = shapes.policy.config, kept
     is_hybrid, caches = config.linear is not None, None
-    # Stacked again: a scan over layers compiles faster, and the copy is small beside a prefill.
-    # Layers of two kinds have caches of two kinds, which are not stacked.
-    stacked = params if is_hybrid else shapes.policy.stack(params)
     if is_hybrid:
         nothing = (None,) * len(pages)
         empty = jax.tree.map(lambda x: jnp.zeros((len(tokens), *x.shape[1:]), x.dtype), recurrent)
@@ -58,13 +55,13 @@ def prefill(
     attend = _attend_and_keep(sharded_attention(rows, kernel, shapes.mesh, ROLLOUT_RULES))
     experts = sharded_experts(shapes.mesh, ROLLOUT_RULES)
     _, caches, routing = shapes.policy.hidden(
-        stacked,
+        params if shapes.is_unrolled else shapes.policy.stack(params),
         tokens,
         places if positions is None else positions,
         attend,
         caches,
         compute_dtype=shapes.compute_dtype,
-        unroll=is_hybrid,
+        unroll=shapes.is_unrolled,
         experts=experts,
         recur=sharded_recurrence(shapes.mesh, ROLLOUT_RULES),
         num_tokens=counts,
@@ -75,6 +72,8 @@ def prefill(
     if is_hybrid:
         computed, states = split_caches(config, caches)
         recurrent = write_states(shapes, recurrent, states, slots)
+    elif shapes.is_unrolled:
+        computed = caches
     else:
         keys, values = caches
         computed = ((keys[i], None if values is None else values[i]) for i in range(len(pages)))

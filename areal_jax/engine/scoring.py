@@ -44,7 +44,6 @@ def score(
 ) -> Scores:
     """Compute the log-probs of the first `counts` tokens of each row; the KV cache is not used."""
     policy, mesh = shapes.policy, shapes.mesh
-    is_hybrid = policy.config.linear is not None
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (places < counts[:, None]).astype(jnp.int32)
     kernel = choose_kernel(mesh.devices.flat[0].platform, tokens.shape[1])
@@ -52,12 +51,12 @@ def score(
     if policy.config.vision is not None:
         positions = jnp.repeat(places[..., None], 3, axis=-1)
     hidden, _, _ = policy.hidden(
-        params if is_hybrid else policy.stack(params),
+        params if shapes.is_unrolled else policy.stack(params),
         tokens,
         positions,
         sharded_attention(segments, kernel, mesh, ROLLOUT_RULES),
         compute_dtype=shapes.compute_dtype,
-        unroll=is_hybrid,
+        unroll=shapes.is_unrolled,
         experts=sharded_experts(mesh, ROLLOUT_RULES),
         recur=sharded_recurrence(mesh, ROLLOUT_RULES),
         counted=segments > 0,

@@ -8,13 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_decode import CONFIG, POLICY, engine, laid_out
+from tiny_decode import CONFIG, POLICY, Shelf, engine, laid_out, request, with_engine_loop
 
 from areal_jax.engine.batch import SLOT, PrefillChunk, empty_slots
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.decode_shapes import doublings
 from areal_jax.engine.decode_state import encode_slots, read_field
+from areal_jax.engine.engine_loop import EngineLoop
+from areal_jax.records import Completion
 
 
 @pytest.mark.parametrize(
@@ -133,3 +135,23 @@ def test_view_grows_through_all_lengths():
         (640, 256),
         (256, 128),
     }
+
+
+@pytest.mark.slow
+def test_layers_one_by_one_prefill_and_score_as_in_a_scan():
+    scanned = engine()
+    assert not scanned.shapes.is_unrolled
+    unrolled = DecodeEngine(POLICY, scanned.mesh, CONFIG, jnp.float32)
+    unrolled.shapes.is_unrolled = True
+
+    async def act(engine_loop: EngineLoop) -> list[Completion]:
+        engine_loop.start()
+        (completion,) = await engine_loop.submit(request(prompt=range(3, 14)))
+        return [completion, await engine_loop.score(np.arange(3, 14, dtype=np.int32), 3)]
+
+    expected, found = (
+        with_engine_loop(each, Shelf(each, (0, 0, 1)), act) for each in (scanned, unrolled)
+    )
+    for a, b in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(a.tokens, b.tokens)
+        np.testing.assert_allclose(a.logp, b.logp, atol=1e-5)
