@@ -126,7 +126,8 @@ def grouped(tokens: int, num_experts: int) -> Case:
     """Values and gradients of 8 of some experts for each token, of Qwen3-30B-A3B's widths."""
 
     def total(x: Any, weights: Any, chosen: Any, *matrices: Any) -> Any:
-        return local_experts(x, weights, chosen, *matrices).astype(jnp.float32).sum()
+        out = local_experts(x, weights, chosen, *matrices, kernel="tpu")
+        return out.astype(jnp.float32).sum()
 
     narrow, wide = (shape(num_experts, *sizes) for sizes in ((2048, 768), (768, 2048)))
     chosen = shape(1, tokens, 8, dtype=jnp.int32)

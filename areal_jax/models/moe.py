@@ -7,10 +7,11 @@ and their gradients share these layouts.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,25 @@ from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, Shaped
 
 from areal_jax.models.activations import gated
 from areal_jax.models.architecture import ExpertGroups, ModelConfig, MoEConfig
+from areal_jax.models.gpu_grouped_products import (
+    MAX_BLOCK,
+    MIN_BLOCK,
+    gpu_grouped_gradient,
+    gpu_grouped_product,
+)
 from areal_jax.models.quantized import Quantized, rescale
 from areal_jax.models.traits import Activation
 from areal_jax.parallel.sharding import Rules, sharding
 from areal_jax.records import native_expert
 
+logger = logging.getLogger(__name__)
+
 ROUTER = "router"
 """Name of the router's parameter, which is float32 in every compute dtype."""
+
+GroupedKernel: TypeAlias = Literal["blocks", "gpu", "tpu"]
+"""Products of experts. blocks: a matrix is copied for each block of rows, in plain XLA. gpu, tpu:
+in a kernel."""
 
 
 class Routing(NamedTuple):
@@ -239,19 +252,46 @@ def router_metrics(routing: Routing) -> dict[str, Float[Array, ""]]:
     }
 
 
-def row_layout(num_assignments: int, num_experts: int) -> tuple[int, int]:
+def choose_grouped_kernel(platform: str, num_experts: int, width: int, inner: int) -> GroupedKernel:
+    """Choose the kernel of the products of experts.
+
+    Args:
+        platform: platform of the devices, as named by jax.
+        num_experts: local experts.
+        width: inputs of an expert.
+        inner: width of an expert on one device.
+    """
+    match platform:
+        case "tpu":
+            return "tpu"
+        # The kernel's indices have 32 bits.
+        case "gpu" | "cuda" if num_experts * width * inner < 2**31:
+            return "gpu"
+        case _:
+            return "blocks"
+
+
+def row_layout(
+    num_assignments: int, num_experts: int, kernel: GroupedKernel = "blocks"
+) -> tuple[int, int]:
     """Return the size of a block of rows, and the number of rows of all local experts.
 
     The rows of an expert start at a multiple of a block, whose size is about the mean number of
-    assignments per expert: padding at most doubles the rows, however uneven the load, and the
-    product by blocks reads each matrix only a few times.
+    assignments per expert, on accelerators at most 128: padding at most doubles the rows, however
+    uneven the load, and the product by blocks reads each matrix only a few times.
 
     Args:
         num_assignments: assignments of tokens to experts, local and remote.
         num_experts: local experts.
+        kernel: kernel of the products.
     """
     block = 1 << (max(num_assignments // num_experts, 1).bit_length() - 1)
-    return block, block * (num_assignments // block + (num_experts if block > 1 else 0))
+    if kernel != "blocks":
+        block = min(block, MAX_BLOCK)
+    if kernel == "gpu":
+        block = max(block, MIN_BLOCK)
+    num_padded = min(num_experts, num_assignments) if block > 1 else 0
+    return block, block * (num_assignments // block + num_padded)
 
 
 def local_experts(
@@ -264,6 +304,7 @@ def local_experts(
     *biases: Float[Array, "E _"],
     activation: Activation = "silu",
     first: int | Int[Array, ""] = 0,
+    kernel: GroupedKernel = "blocks",
 ) -> Float[Array, "B T D"]:
     """Compute the local experts; the terms of other experts are left out.
 
@@ -277,10 +318,11 @@ def local_experts(
         biases: biases of gate, up and down; or none.
         activation: activation of the experts.
         first: number of the first local expert.
+        kernel: see `choose_grouped_kernel`.
     """
     E, (B, T, k) = len(gate), chosen.shape
     num_assignments = B * T * k
-    block, num_rows = row_layout(num_assignments, E)
+    block, num_rows = row_layout(num_assignments, E, kernel)
     number = chosen.reshape(-1) - first
     is_local = (number >= 0) & (number < E)
     number = jnp.where(is_local, number, E)
@@ -304,7 +346,7 @@ def local_experts(
     rows = x.reshape(B * T, -1).at[token].get(mode="fill", fill_value=0)
 
     def product(x: Array, w: Array | Quantized, *bias: Array) -> Array:
-        y = _product(x, w.values if isinstance(w, Quantized) else w, padded, block)
+        y = _product(x, w.values if isinstance(w, Quantized) else w, padded, block, kernel)
         if not bias and not isinstance(w, Quantized):
             return y
         groups = jnp.repeat(_groups(padded, block, num_rows // block), block)
@@ -379,8 +421,15 @@ def sharded_experts(mesh: Mesh, rules: Rules, copies: tuple[str, ...] = ()) -> E
                     jax.lax.all_gather(array, shared, tiled=True) for array in (x, weights, chosen)
                 )
             first = jax.lax.axis_index(_names(wide[0])) * len(gate) if _names(wide[0]) else 0
+            platform = mesh.devices.flat[0].platform
+            kernel = choose_grouped_kernel(platform, *gate.shape)
+            if kernel == "blocks" and platform != "cpu":
+                _warn_of_blocks(platform, gate.shape)
             y = local_experts(
-                x, weights, chosen, gate, up, down, *biases, activation=activation, first=first
+                *(x, weights, chosen, gate, up, down, *biases),
+                activation=activation,
+                first=first,
+                kernel=kernel,
             )
             y = jax.lax.psum(y, tuple(name for name in expert_axes if name not in shared))
             return jax.lax.psum_scatter(y, shared, tiled=True) if shared else y
@@ -391,6 +440,17 @@ def sharded_experts(mesh: Mesh, rules: Rules, copies: tuple[str, ...] = ()) -> E
         return on_shard(x, weights, chosen, *matrices)
 
     return experts
+
+
+@cache
+def _warn_of_blocks(platform: str, shape: tuple[int, ...]) -> None:
+    logger.warning(
+        "slow path part=experts kernel=blocks platform=%s shape=%s: the kernel takes less than "
+        "2**31 numbers in the matrices of a layer on one device; set placement.train_expert or "
+        "placement.rollout_tensor higher",
+        platform,
+        shape,
+    )
 
 
 def _specs(w: Array | Quantized, whole: PartitionSpec) -> Any:
@@ -410,38 +470,53 @@ def _names(spec: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _grouped(
-    x: Float[Array, "R I"], w: Num[Array, "E I O"], sizes: Int[Array, "E"], block: int
+    x: Float[Array, "R I"],
+    w: Num[Array, "E I O"],
+    sizes: Int[Array, "E"],
+    block: int,
+    kernel: GroupedKernel,
 ) -> Float[Array, "R O"]:
     """Compute x · w[e] in the dtype of x, with e the group of the row.
 
     The first sizes[0] rows are group 0, and so on; each size is a multiple of `block`. Rows after
     all groups are meaningless. The gradient of w is summed in float32.
     """
-    # Only TPUs have a kernel for ragged_dot. Elsewhere XLA multiplies every row by the matrix of
-    # every group and masks: on a CPU, 512 tokens with 8 of 32 experts took 13 times the time of
-    # blocks, and 7 times the memory.
-    by_blocks = partial(_by_blocks, block=block)
-    return jax.lax.platform_dependent(
-        x, w.astype(x.dtype), sizes, tpu=jax.lax.ragged_dot, default=by_blocks
-    )
+    match kernel:
+        case "gpu":
+            # Its kernel converts matrices of 8 bits.
+            w = w if w.dtype.itemsize == 1 else w.astype(x.dtype)
+            return gpu_grouped_product(x, w, sizes, block)
+        case "tpu":
+            return jax.lax.ragged_dot(x, w.astype(x.dtype), sizes)
+        case "blocks":
+            # XLA would multiply every row by the matrix of every group and mask: on a CPU, 512
+            # tokens with 8 of 32 experts took 13 times the time of blocks, and 7 times the memory.
+            return _by_blocks(x, w.astype(x.dtype), sizes, block=block)
 
 
-_product = jax.custom_vjp(_grouped, nondiff_argnums=(3,))
+_product = jax.custom_vjp(_grouped, nondiff_argnums=(3, 4))
 
 
 def _product_forward(
-    x: Array, w: Array, sizes: Array, block: int
+    x: Array, w: Array, sizes: Array, block: int, kernel: GroupedKernel
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _product(x, w, sizes, block), (x, w, sizes)
+    return _product(x, w, sizes, block, kernel), (x, w, sizes)
 
 
 def _product_backward(
-    block: int, saved: tuple[Array, Array, Array], dy: Array
+    block: int, kernel: GroupedKernel, saved: tuple[Array, Array, Array], dy: Array
 ) -> tuple[Array, Array, None]:
     x, w, sizes = saved
-    dx = _product(dy, w.swapaxes(1, 2), sizes, block)
-    by_blocks = partial(_gradient_by_blocks, block=block)
-    dw = jax.lax.platform_dependent(x, dy, sizes, tpu=tpu_gradient, default=by_blocks)
+    match kernel:
+        case "gpu":
+            dx = gpu_grouped_product(dy, w.astype(dy.dtype), sizes, block, is_transposed=True)
+            dw = gpu_grouped_gradient(x, dy, sizes, block, w.dtype)
+        case "tpu":
+            dx = _product(dy, w.swapaxes(1, 2), sizes, block, kernel)
+            dw = tpu_gradient(x, dy, sizes)
+        case "blocks":
+            dx = _product(dy, w.swapaxes(1, 2), sizes, block, kernel)
+            dw = _gradient_by_blocks(x, dy, sizes, block=block)
     return dx, dw.astype(w.dtype), None
 
 

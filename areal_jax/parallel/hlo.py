@@ -485,7 +485,15 @@ def _gemm_flops(computation: Computation, call: Instruction) -> float:
 
 
 def _kernel_flops(name: str, inputs: Sequence[ArrayShape]) -> float | None:
-    """Operations of an attention kernel; None if they are unknown."""
+    """Operations of a kernel; None if they are unknown.
+
+    Those of experts are counted for all rows, of which padding and, with an expert axis, rows of
+    tokens that go elsewhere are skipped.
+    """
+    if name in ("grouped_product", "grouped_gradient"):
+        # x [R, I] or [R, O] and matrices [E, I, O], or x [R, I] and gradients [R, O].
+        x, other = (array.sizes for array in inputs[:2])
+        return 2.0 * x[0] * math.prod(other[1:]) * (x[1] if len(other) == 2 else 1)
     products = next((count for part, count in KERNEL_PRODUCTS if part in name), None)
     if products is None:
         return None
