@@ -11,10 +11,9 @@ the larger one of that and of the peak of `apply`. Figures are compiled, not mea
 for each configuration to results/memory_forecast.jsonl.
 
 Expected: the forecast is 0 to 10 % above the need at all 46 points for TPUs, which take some
-minutes of one CPU core each, and at the 23 without experts for GPUs, which take half a minute; it
-is 2 % below to 11 % above at the three with experts. The stored rows of 41 points hold peaks that
-were computed from the buffer assignment that XLA:TPU writes before it generates code, without
-waiting for the code.
+minutes of one CPU core each, and at the 26 for GPUs, which take half a minute. The stored rows of
+41 points hold peaks that were computed from the buffer assignment that XLA:TPU writes before it
+generates code, without waiting for the code. The last row of a point is that of the newest program.
 """
 
 from __future__ import annotations

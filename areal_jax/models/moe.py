@@ -119,9 +119,9 @@ class MoE(nnx.Module):
             self.shared_gate = nnx.Param(jnp.zeros(D), axes=("embed",))
         router_key, gate_key, up_key, down_key = jax.random.split(key, 4)
         self.router = _sampled(router_key, (D, E), ("embed", "experts"))
-        self.expert_gate = _sampled(gate_key, (E, D, F), ("experts", "embed", "mlp"))
-        self.expert_up = _sampled(up_key, (E, D, F), ("experts", "embed", "mlp"))
-        self.expert_down = _sampled(down_key, (E, F, D), ("experts", "mlp", "embed"))
+        self.expert_gate = _sampled(gate_key, (E, D, F), ("expert_matrices", "embed", "mlp"))
+        self.expert_up = _sampled(up_key, (E, D, F), ("expert_matrices", "embed", "mlp"))
+        self.expert_down = _sampled(down_key, (E, F, D), ("expert_matrices", "mlp", "embed"))
         if moe.groups is not None:
             self.selection_bias = nnx.Param(jnp.zeros(E), axes=("experts",))
         if self.has_biases:

@@ -27,6 +27,8 @@ TRAIN_RULES: Rules = {
     "rank": (),
     "patch": (),
     "experts": ("expert",),
+    # Whole matrices: gathers of parts of a width would need copies in another layout.
+    "expert_matrices": ("expert", "fsdp", "context"),
     "batch": ("data", "fsdp", "expert"),
     "tokens": ("context",),
 }
@@ -41,6 +43,7 @@ ROLLOUT_RULES: Rules = {
     "head_dim": (),
     "mlp": ("tensor",),
     "experts": ("tensor",),
+    "expert_matrices": ("tensor",),
     "rank": (),
     "patch": (),
     "batch": ("data",),
@@ -56,7 +59,8 @@ def sharding(
     """Make the sharding of an array.
 
     A mesh axis shards the first dimension that uses it. A dimension that is not divisible by its
-    shards is replicated, so that small policies run on any mesh.
+    shards is replicated, so that small policies run on any mesh; `expert_matrices` are sharded over
+    the first of their mesh axes that divide them.
 
     Args:
         mesh: mesh of the array.
@@ -209,7 +213,9 @@ def _mesh_axes(
         raise ValueError(f"expected a logical axis of {', '.join(rules)}, found {axis!r}")
     # A mesh axis of one device shards nothing.
     names = tuple(name for name in rules[axis] if name not in used and mesh.shape[name] > 1)
-    return names if names and size % math.prod(mesh.shape[name] for name in names) == 0 else None
+    while names and size % math.prod(mesh.shape[name] for name in names):
+        names = names[:-1] if axis == "expert_matrices" else ()
+    return names or None
 
 
 def _replicate(leaf: Any) -> Any:

@@ -235,7 +235,7 @@ class Forward:
             is_tiled = self._tile_axes and path[0].key in ("embed", "head", "layers")
             # Matrices of experts have three dimensions and that of the layers; others are vectors.
             if is_tiled and (
-                (len(names) == 4 and names[1] == "experts")
+                (len(names) == 4 and names[1] == "expert_matrices")
                 or self._shards(names, leaf.shape, self._tile_axes) is not None
             ):
                 return names.index("embed")
@@ -505,7 +505,7 @@ class Forward:
         if names[0] == "layers":
             names, shape = names[1:], shape[1:]
         # Experts gather their own.
-        if "embed" not in names or len(names) < 2 or "experts" in names:
+        if "embed" not in names or len(names) < 2 or {"experts", "expert_matrices"} & {*names}:
             return None
         # Heads and their sizes are one dimension of the flattened matrix.
         is_first = names[0] == "embed"

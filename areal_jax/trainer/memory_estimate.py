@@ -13,9 +13,15 @@ from areal_jax.models import lora
 from areal_jax.models.architecture import MoEConfig
 from areal_jax.models.attention import choose_kernel
 from areal_jax.models.decoder import Policy
-from areal_jax.models.moe import row_layout
+from areal_jax.models.moe import choose_grouped_kernel, row_layout
 from areal_jax.models.tpu_packed_attention import LANES
-from areal_jax.parallel.sharding import TRAIN_RULES, bytes_per_device, num_shards, shardings
+from areal_jax.parallel.sharding import (
+    TRAIN_RULES,
+    bytes_per_device,
+    num_shards,
+    sharding,
+    shardings,
+)
 from areal_jax.parallel.torus import is_gpu
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import critic_config
@@ -36,8 +42,8 @@ WIDE_PER_WIDTH = 4
 SAVED_PER_LOGIT = 2
 ROWS_OF_WIDTH, ROWS_OF_EXPERT = 3, 2
 """Arrays of an expert's rows, by their width, that exist at a time in its backward pass."""
-GPU_ROWS_OF_WIDTH, GPU_MATRICES_OF_BLOCK = 4, 12
-"""Arrays of the width where XLA compiles for GPUs, and matrices, in the compute dtype, of each
+GPU_ROWS_OF_WIDTH, GPU_ROWS_OF_EXPERT, MATRICES_OF_BLOCK = 4, 4, 12
+"""As many where XLA compiles for GPUs, and, without a kernel, matrices in the compute dtype of each
 block of rows: those of its expert and their gradients, for three products."""
 
 
@@ -53,8 +59,7 @@ def predicted_bytes(
     """Estimate the bytes on each device of the train mesh, by purpose.
 
     Parameters, gradients and optimizer are exact. The sum was 0 to 10 % above what XLA compiles
-    for TPUs and GPUs, and 2 % below to 11 % above it for experts on GPUs
-    (`benchmarks/results/memory_forecast.jsonl`).
+    for TPUs and GPUs (`benchmarks/results/memory_forecast.jsonl`).
     `critic` counts its parameters and optimizer state, and the bytes by which its updates exceed
     the policy's.
     """
@@ -210,12 +215,17 @@ def _expert_row_bytes(moe: MoEConfig, width: int, tokens: int, mesh: Mesh, items
     expert axis.
     """
     assignments = tokens * mesh.shape["expert"] * moe.num_experts_per_tok
-    block, rows = row_layout(assignments, moe.num_experts // mesh.shape["expert"])
+    device, num_experts = mesh.devices.flat[0], moe.num_experts // mesh.shape["expert"]
     inner = moe.moe_intermediate_size // mesh.shape["tensor"]
-    if not is_gpu(mesh.devices.flat[0]):
-        return rows * (ROWS_OF_WIDTH * width + ROWS_OF_EXPERT * inner) * itemsize
-    of_blocks = rows // block * GPU_MATRICES_OF_BLOCK * width * inner
-    return (rows * (GPU_ROWS_OF_WIDTH * width + ROWS_OF_EXPERT * inner) + of_blocks) * itemsize
+    kernel = choose_grouped_kernel(device.platform, num_experts, width, inner)
+    block, rows = row_layout(assignments, num_experts, kernel)
+    of_width, of_expert = ROWS_OF_WIDTH, ROWS_OF_EXPERT
+    if is_gpu(device):
+        of_width, of_expert = GPU_ROWS_OF_WIDTH, GPU_ROWS_OF_EXPERT
+    of_blocks = 0
+    if kernel == "blocks":
+        of_blocks = rows // block * MATRICES_OF_BLOCK * width * inner
+    return (rows * (of_width * width + of_expert * inner) + of_blocks) * itemsize
 
 
 def _gathered(policy: Policy, mesh: Mesh) -> int:
@@ -240,7 +250,7 @@ def _gathered_explicitly(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -
     """
     parts, dtype = num_shards(mesh, "embed", TRAIN_RULES), jnp.dtype(compute_dtype)
     abstract, axes = policy.abstract()["layers"], policy.axes()["layers"]
-    rules = {**TRAIN_RULES, "embed": ()}
+    rules = {**TRAIN_RULES, "embed": (), "expert_matrices": TRAIN_RULES["experts"]}
     of_layers, whole = (
         bytes_per_device(abstract, shardings(mesh, axes, abstract, each))
         for each in (TRAIN_RULES, rules)
@@ -268,7 +278,16 @@ def _gathered_explicitly(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -
             adapters + (2 * head + adapters // _FLOAT32 + copied) * dtype.itemsize,
             of_layer * dtype.itemsize,
         )
-    # XLA casts the parts of all layers before the loop over them.
+    # XLA casts the parts of all layers before the loop over them; for GPUs those of experts in it.
+    if is_gpu(mesh.devices.flat[0]):
+        is_names = lambda node: isinstance(node, tuple)  # noqa: E731 (an argument below)
+        of_layers -= sum(
+            bytes_per_device(leaf, sharding(mesh, names, leaf.shape, TRAIN_RULES))
+            for names, leaf in zip(
+                jax.tree.leaves(axes, is_leaf=is_names), jax.tree.leaves(abstract), strict=True
+            )
+            if "expert_matrices" in names
+        )
     cast = of_layers * dtype.itemsize // _FLOAT32 if dtype.itemsize < _FLOAT32 else 0
     return cast + head * (_FLOAT32 + dtype.itemsize), whole
 

@@ -86,6 +86,20 @@ def test_experts_are_sharded_over_the_expert_axis():
     assert sharding(mesh, ("batch",), (4,), TRAIN_RULES).spec == PartitionSpec(("fsdp", "expert"))
 
 
+def test_expert_matrices_are_sharded_by_experts_as_far_as_these_divide():
+    placement = PlacementConfig(train_devices=8, rollout_devices=1, train_fsdp=4, train_expert=2)
+    mesh = make_meshes(placement, [*jax.devices(), jax.devices()[0]]).train
+    axes = ("expert_matrices", "embed", "mlp")
+
+    def spec(num_experts: int) -> PartitionSpec:
+        return sharding(mesh, axes, (num_experts, 16, 6), TRAIN_RULES).spec
+
+    assert spec(8) == PartitionSpec(("expert", "fsdp"), None, None)
+    # The axes that do not divide the experts shard their widths.
+    assert spec(6) == PartitionSpec("expert", "fsdp", None)
+    assert spec(5) == PartitionSpec(None, ("fsdp", "expert"), None)
+
+
 def test_unknown_and_surplus_axes_are_refused():
     with pytest.raises(
         ValueError, match=r"expected a logical axis of layers, vocab.*, found 'widht'"
