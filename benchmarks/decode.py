@@ -46,12 +46,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from results import append
-from train_mfu import MODELS
+from train_mfu import MODELS, model_config
 
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.engine_loop import EngineLoop
-from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
@@ -166,6 +165,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=list(MODELS), default="qwen2.5-1.5b")
+    parser.add_argument("--layers", type=int, default=0, help="number of layers; 0: the shape's")
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--mean-tokens", type=int, default=1536)
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -174,6 +174,9 @@ def main() -> None:
     parser.add_argument(
         "--kv-dtype", choices=["compute", "int8", "float8_e4m3fn"], default="compute"
     )
+    parser.add_argument(
+        "--weights-dtype", choices=["compute", "int8", "float8_e4m3fn"], default="compute"
+    )
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument(
         "--requests",
@@ -181,6 +184,7 @@ def main() -> None:
         default=0,
         help="number of requests of the stream, above --slots; 0: no stream",
     )
+    parser.add_argument("--swaps", type=int, default=3, help="weight swaps of a run; 0: none")
     parser.add_argument(
         "--no-compile-times",
         action="store_true",
@@ -191,7 +195,7 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    policy = Policy(ModelConfig.from_hf(MODELS[args.shape], source=args.shape))
+    policy = Policy(model_config(args.shape, args.layers))
     on_cpu = jax.devices()[0].platform == "cpu"
     dtype = jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
     devices = jax.devices()
@@ -209,6 +213,7 @@ def main() -> None:
         steps_per_dispatch=args.steps_per_dispatch,
         page_tokens=args.page_tokens,
         kv_dtype=args.kv_dtype,
+        weights_dtype=args.weights_dtype,
         prefill_chunk_tokens=int(lengths.max()),
         on_update="keep",
     )
@@ -243,6 +248,8 @@ def main() -> None:
         )
         for i, length in enumerate(lengths)
     ]
+    if args.no_compile_times:
+        asyncio.run(decode(engine, weights, requests, num_swaps=0))
     events, gap_s, _ = asyncio.run(decode(engine, weights, requests, num_swaps=0))
     dispatches = events.of("dispatch")[2:]
     seconds, tokens = (
@@ -250,9 +257,11 @@ def main() -> None:
         sum(sampled for _, _, sampled in dispatches),
     )
     swap_ms: dict[str, float] = {}
-    for on_update in ("keep", "recompute"):
+    for on_update in ("keep", "recompute") if args.swaps else ():
         engine.config = chz.replace(config, on_update=on_update)
-        swaps = asyncio.run(decode(engine, weights, requests, num_swaps=3)).events.of("swap")[1:]
+        # May compile programs that rebuild caches.
+        asyncio.run(decode(engine, weights, requests, args.swaps))
+        swaps = asyncio.run(decode(engine, weights, requests, args.swaps)).events.of("swap")[1:]
         swap_ms[on_update] = median(1e3 * (end - start) for start, end, _ in swaps)
     streamed: dict[str, float] = {}
     if args.requests:

@@ -4,12 +4,13 @@
 
 For each case the kernel that a run would choose is compared with the formula, which the host's
 processors compute in float32 (an accelerator takes a minute to compile it) from the same inputs,
-which are bfloat16 (float32 on a CPU): attention of packed rows with its gradients, attention to
-pages of the KV cache in each of its dtypes, and log-probs in chunks. The error is the
-largest difference, relative to the largest number of the formula; the bound is 2 % in bfloat16 and
-0.001 % in float32. A case whose kernel is `plain`, `dense` or `blocked` has no kernel of its own on
-this device. Appends one line to benchmarks/results/kernel_parity.jsonl; exits with 1 if a case
-exceeds its bound.
+which are bfloat16 (float32 on a CPU): attention of packed rows with its gradients (with windows,
+sinks, shared prefixes, and the heads of latent attention), attention to pages of the KV cache in
+each of its dtypes, products of experts with their gradients, and log-probs in chunks. The error is
+the largest difference, relative to the largest number of the formula; the bound is 2 % in bfloat16
+and 0.001 % in float32. A case whose kernel is `plain`, `dense`, `blocked` or `blocks` has no kernel
+of its own on this device. Appends one line to benchmarks/results/kernel_parity.jsonl; exits with 1
+if a case exceeds its bound.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_jax.models.attention import choose_kernel, masked_attention, packed_attention
+from areal_jax.models.blocked_attention import Visibility
+from areal_jax.models.moe import GroupedKernel, choose_grouped_kernel, local_experts
 from areal_jax.models.paged_attention import (
     Pages,
     attend_to_pages,
@@ -77,28 +80,50 @@ def packed(platform: str, dtype: jnp.dtype) -> Iterator[Case]:
     rng = np.random.default_rng(0)
     segments = np.repeat([1, 2, 3, 0], NUM_TOKENS // 4)[None].astype(np.int32)
     kernel = choose_kernel(platform, NUM_TOKENS)
-    for head_dim, window in ((64, None), (128, None), (128, 256), (256, None)):
+    # A prefix of half of the row, which four branches share.
+    places = np.arange(NUM_TOKENS, dtype=np.int32)
+    branch = NUM_TOKENS // 8
+    is_prefix = places < NUM_TOKENS // 2
+    tree = Visibility(
+        jnp.asarray(np.where(is_prefix, NUM_TOKENS, (places // branch + 1) * branch)[None]),
+        jnp.asarray(np.where(is_prefix, places, NUM_TOKENS // 2 + places % branch)[None]),
+    )
+    for head_dim, window, has_sinks, shared in (
+        *((64, None, False, None), (128, None, False, None), (128, 256, False, None)),
+        *((64, 256, True, None), (128, None, False, tree), (256, None, False, None)),
+        (576, None, False, None),
+    ):
+        sinks = rng.normal(size=8).astype(np.float32) if has_sinks else None
         q, k, v = (
             rng.normal(size=(1, NUM_TOKENS, heads, head_dim)).astype(dtype) for heads in (8, 2, 2)
         )
         weight = rng.normal(size=q.shape).astype(np.float32)
 
         def total(
-            qkv: tuple[Array, Array, Array], name: Any, weight: Array, window: int | None
+            qkv: tuple[Array, Array, Array],
+            sinks: Array | None,
+            weight: Array,
+            shared: Visibility | None,
+            name: Any,
+            window: int | None,
         ) -> tuple[Array, Array]:
             segment_ids = jnp.asarray(segments)
-            out, _ = packed_attention(segment_ids, name)(*qkv, None, window)
-            out = jnp.where((segment_ids > 0)[..., None, None], out, 0)
+            out, _ = packed_attention(segment_ids, name, shared)(*qkv, None, window, sinks)
+            if shared is None:
+                out = jnp.where((segment_ids > 0)[..., None, None], out, 0)
             return (out * weight).sum(), out
 
-        grad = jax.jit(jax.grad(total, has_aux=True), static_argnums=(1, 3))
+        grad = jax.jit(jax.grad(total, has_aux=True), static_argnums=(4, 5))
         exact = tuple(each.astype(np.float32) for each in (q, k, v))
         with jax.default_device(jax.devices("cpu")[0]):
-            expected = grad(exact, "dense", weight, window)
+            expected = grad(exact, sinks, weight, shared, "dense", window)
+        # The kernel for TPUs knows no shared prefixes.
+        used = "blocked" if kernel == "tpu" and shared is not None else kernel
         yield compare(
-            f"packed attention, head {head_dim}, window {window}",
-            kernel,
-            partial(grad, (q, k, v), kernel, weight, window),
+            f"packed attention, head {head_dim}, window {window}"
+            f"{', sinks' if has_sinks else ''}{', shared prefix' if shared else ''}",
+            used,
+            partial(grad, (q, k, v), sinks, weight, shared, used, window),
             expected,
         )
 
@@ -152,6 +177,50 @@ def paged(platform: str, dtype: jnp.dtype) -> Iterator[Case]:
             )
 
 
+def experts(platform: str, dtype: jnp.dtype) -> Iterator[Case]:
+    """Two of eight experts for each token, as in a decode step and in a packed row."""
+    rng = np.random.default_rng(3)
+    width, inner, num_experts = 128, 192, 8
+    gate, up = (
+        jnp.asarray(rng.normal(size=(num_experts, width, inner)) * width**-0.5, dtype)
+        for _ in range(2)
+    )
+    down = jnp.asarray(rng.normal(size=(num_experts, inner, width)) * inner**-0.5, dtype)
+    kernel = choose_grouped_kernel(platform, *gate.shape)
+    for num_tokens in (4, NUM_TOKENS):
+        x = jnp.asarray(rng.normal(size=(1, num_tokens, width)), dtype)
+        logits = rng.normal(size=(1, num_tokens, num_experts))
+        chosen = jnp.asarray(np.argsort(logits)[..., :2], jnp.int32)
+        weights = jnp.asarray(rng.random(size=chosen.shape), jnp.float32)
+        cotangent = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
+
+        def total(
+            arrays: tuple[Array, ...],
+            weights: Array,
+            chosen: Array,
+            cotangent: Array,
+            kernel: GroupedKernel,
+        ) -> tuple[Array, Array]:
+            x, *matrices = arrays
+            out = local_experts(x, weights, chosen, *matrices, kernel=kernel)
+            return (out.astype(jnp.float32) * cotangent).sum(), out
+
+        grad = jax.jit(jax.grad(total, has_aux=True), static_argnums=4)
+        arrays = x, gate, up, down
+        with jax.default_device(jax.devices("cpu")[0]):
+            exact = jax.tree.map(
+                lambda each: jnp.asarray(np.asarray(each, np.float32)), (*arrays, weights)
+            )
+            others = (np.asarray(chosen), np.asarray(cotangent))
+            expected = grad(exact[:4], exact[4], *others, "blocks")
+        yield compare(
+            f"products of experts, {num_tokens} tokens",
+            kernel,
+            partial(grad, arrays, weights, chosen, cotangent, kernel),
+            expected,
+        )
+
+
 def logprobs(dtype: jnp.dtype) -> Iterator[Case]:
     """Log-probs in chunks against the whole softmax."""
     rng = np.random.default_rng(2)
@@ -174,7 +243,12 @@ def main() -> None:
     device = jax.devices()[0]
     dtype = jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
     bound = 1e-5 if device.platform == "cpu" else 0.02
-    cases = [*packed(device.platform, dtype), *paged(device.platform, dtype), *logprobs(dtype)]
+    cases = [
+        *packed(device.platform, dtype),
+        *paged(device.platform, dtype),
+        *experts(device.platform, dtype),
+        *logprobs(dtype),
+    ]
     append(
         "kernel_parity",
         {"dtype": dtype.name, "bound": bound, "cases": [case._asdict() for case in cases]},

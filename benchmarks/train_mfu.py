@@ -84,6 +84,14 @@ TINY = KNOWN["qwen2.5-1.5b"] | {
 MODELS = {"tiny": TINY, **KNOWN}
 
 
+def model_config(name: str, num_layers: int) -> ModelConfig:
+    """Return a policy of `MODELS`, with another number of layers unless that is 0."""
+    shape = MODELS[name]
+    if num_layers:
+        shape = {**shape, "num_hidden_layers": num_layers}
+    return ModelConfig.from_hf(shape, source=name)
+
+
 class Work(NamedTuple):
     """Terms of the docstring's formulas."""
 
@@ -165,7 +173,7 @@ def seconds(run: Callable[[], object], times: int) -> float:
 def make_learner(args: argparse.Namespace, devices: list[jax.Device]) -> Learner:
     """Make the model with random weights, or an adapter on it, ready to train."""
     adapter = LoRA(rank=args.lora_rank, alpha=2.0 * args.lora_rank) if args.lora_rank else None
-    policy = Policy(ModelConfig.from_hf(MODELS[args.model], source=args.model), adapter)
+    policy = Policy(model_config(args.model, args.layers), adapter)
     placement = PlacementConfig(train_context=args.context, train_tensor=args.tensor)
     mesh = make_train_mesh(placement, devices)
     dtype = jnp.dtype(jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16)
@@ -276,6 +284,7 @@ def settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=list(MODELS), default="qwen2.5-1.5b")
+    parser.add_argument("--layers", type=int, default=0, help="number of layers; 0: the model's")
     parser.add_argument(
         "--lora-rank",
         type=int,
