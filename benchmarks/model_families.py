@@ -192,11 +192,12 @@ class Family(NamedTuple):
     @classmethod
     def of(cls, name: str, compiled: dict[tuple[str, ...], dict[str, Any]]) -> Family:
         """Cells of an architecture, given the last rows of compilations."""
-        is_moe = TRAITS[name].is_moe
+        traits, is_moe = TRAITS[name], TRAITS[name].is_moe
+        shared = {"shared_expert_intermediate_size", "n_shared_experts"} & traits.defaults.keys()
         return cls(
             "yes",
             "yes",
-            "attention" if is_moe else "attention, MLP",
+            f"attention{', MLP' if shared or not is_moe else ''}{', experts' if is_moe else ''}",
             f"data, FSDP, tensor, context{', expert' if is_moe else ''}",
             *(state(compiled.get((name, topology))) for topology in TOPOLOGIES),
         )

@@ -86,6 +86,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "lora_r": ("policy.lora.rank",),
     "lora_rank": ("policy.lora.rank",),
     "lora_target_modules": ("policy.lora.targets",),
+    "lora_target_parameters": ("policy.lora.targets",),
     "loss_agg_mode": ("trainer.loss_mean",),
     "loss_type": ("trainer.loss", "loss"),
     "lr": _LEARNING_RATE,

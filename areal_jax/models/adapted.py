@@ -20,7 +20,9 @@ from jaxtyping import Array, Float
 @partial(jax.tree_util.register_dataclass, data_fields=("w", "a", "b"), meta_fields=("scale",))
 @dataclass(frozen=True)
 class Adapted:
-    """A matrix with the update of one adapter: x · w + scale · (x · a) · b."""
+    """A matrix with the update of one adapter: x · w + scale · (x · a) · b; of experts, the
+    matrices of all of them, with their number as the leading dimension of each.
+    """
 
     w: Any
     a: Any
@@ -28,6 +30,10 @@ class Adapted:
     b: Any
     """[rank, outputs of w]."""
     scale: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.w.shape
 
 
 @jax.tree_util.register_dataclass

@@ -36,9 +36,14 @@ Target = Literal[
     "in_proj_b",
     "in_proj_a",
     "out_proj",
+    "experts.gate_proj",
+    "experts.up_proj",
+    "experts.down_proj",
 ]
 """Matrices of a layer, as named by PEFT and transformers; of latent attention (..._a_proj and so
-on) and of linear attention (in_proj_..., out_proj), whose files have some of them in one matrix."""
+on) and of linear attention (in_proj_..., out_proj), whose files have some of them in one matrix.
+gate_proj, up_proj and down_proj are those of MLPs and of shared experts; each of the experts among
+which a router chooses has factors of its own."""
 
 
 @chz.chz
@@ -56,7 +61,8 @@ class LoRA:
     )
     targets: tuple[Target, ...] = chz.field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        doc="matrices of every layer with an adapter",
+        doc="matrices of every layer with an adapter; experts.gate_proj, experts.up_proj and "
+        "experts.down_proj: each expert of a mixture has its own",
     )
     rslora: bool = chz.field(
         default=False,

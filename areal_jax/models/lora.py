@@ -3,7 +3,7 @@
 An adapter is a tree like the parameters, with a pair {"a", "b"} instead of every adapted matrix;
 other leaves are absent.
 
-Axes: L layers, I inputs of a matrix, O its outputs, R rank.
+Axes: L layers, E experts, I inputs of a matrix, O its outputs, R rank.
 
 The file has more than 400 lines because loading and saving use one table of matrices.
 """
@@ -44,9 +44,11 @@ class _Place(NamedTuple):
     path: tuple[str, ...]
     """Path in the parameters."""
     module: str
-    """Name in a layer of transformers' model."""
-    num_inputs: int
-    """Number of leading input dimensions of the matrix."""
+    """Name in a layer of transformers' model; of experts, that of all together."""
+    num_inputs: int = 1
+    """Number of input dimensions of the matrix."""
+    num_stacked: int = 1
+    """Number of dimensions before them: layers, or layers and experts."""
 
 
 _LATENT: Mapping[Target, str] = {
@@ -61,24 +63,41 @@ _LINEAR: tuple[Target, ...] = (
     *("in_proj_z", "in_proj_b", "in_proj_a"),
 )
 
-_PLACES: Mapping[Target, _Place] = {
-    "q_proj": _Place(("layers", "attn", "q"), "self_attn.q_proj", 1),
-    "k_proj": _Place(("layers", "attn", "k"), "self_attn.k_proj", 1),
-    "v_proj": _Place(("layers", "attn", "v"), "self_attn.v_proj", 1),
-    "o_proj": _Place(("layers", "attn", "o"), "self_attn.o_proj", 2),
-    "gate_proj": _Place(("layers", "mlp", "gate"), "mlp.gate_proj", 1),
-    "up_proj": _Place(("layers", "mlp", "up"), "mlp.up_proj", 1),
-    "down_proj": _Place(("layers", "mlp", "down"), "mlp.down_proj", 1),
+_MLP: Mapping[Target, str] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+_EXPERTS: Mapping[Target, str] = {
+    "experts.gate_proj": "expert_gate",
+    "experts.up_proj": "expert_up",
+    "experts.down_proj": "expert_down",
+}
+
+_PLACES: Mapping[Target, tuple[_Place, ...]] = {
+    "q_proj": (_Place(("layers", "attn", "q"), "self_attn.q_proj"),),
+    "k_proj": (_Place(("layers", "attn", "k"), "self_attn.k_proj"),),
+    "v_proj": (_Place(("layers", "attn", "v"), "self_attn.v_proj"),),
+    "o_proj": (_Place(("layers", "attn", "o"), "self_attn.o_proj", num_inputs=2),),
     **{
-        target: _Place(("layers", "attn", name), f"self_attn.{target}", 1)
+        target: (
+            _Place(("layers", "mlp", name), f"mlp.{target}"),
+            _Place(("layers", "mlp", "shared", name), f"mlp.shared_expert.{target}"),
+        )
+        for target, name in _MLP.items()
+    },
+    **{
+        target: (_Place(("layers", "attn", name), f"self_attn.{target}"),)
         for target, name in _LATENT.items()
     },
     **{
-        target: _Place(("layers", "linear", target[-1]), f"linear_attn.{target}", 1)
+        target: (_Place(("layers", "linear", target[-1]), f"linear_attn.{target}"),)
         for target in _LINEAR
     },
-    "out_proj": _Place(("layers", "linear", "o"), "linear_attn.out_proj", 2),
+    "out_proj": (_Place(("layers", "linear", "o"), "linear_attn.out_proj", num_inputs=2),),
+    **{
+        target: (_Place(("layers", "mlp", name), "mlp.experts", num_stacked=2),)
+        for target, name in _EXPERTS.items()
+    },
 }
+"""Matrices of each target; a policy may have some of them alone."""
 
 _FUSED: Mapping[str, tuple[Target, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -86,12 +105,16 @@ _FUSED: Mapping[str, tuple[Target, ...]] = {
     "in_proj_qkv": _LINEAR[:3],
     "in_proj_qkvz": _LINEAR[:4],
     "in_proj_ba": _LINEAR[4:],
+    "experts.gate_up_proj": ("experts.gate_proj", "experts.up_proj"),
+    "experts.down_proj": ("experts.down_proj",),
 }
 """Matrices of transformers that contain several targets, along the outputs.
 
 Here each target has its own factors. The file has one pair for the fused matrix: the rows of A are
 those of all targets, and B is block-diagonal, so that the rank is that of all targets together.
-An adapter of PEFT itself has one A for all targets, which are read with copies of it."""
+An adapter of PEFT itself has one A for all targets, which are read with copies of it.
+
+A matrix of all experts has one pair too, A [E · R, I] and B [O, R · E] (`ParamWrapper` of PEFT)."""
 
 _NOTHING = Only((None, {}, [], False))
 """Values for an unset key in the releases of PEFT."""
@@ -103,6 +126,7 @@ _RULES: dict[str, Rule] = {
             "r",
             "lora_alpha",
             "target_modules",
+            "target_parameters",
             "use_rslora",
             "init_lora_weights",
             "base_model_name_or_path",
@@ -146,7 +170,6 @@ _RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(
         (
-            "target_parameters",
             "trainable_token_indices",
             "alora_invocation_tokens",
             "megatron_config",
@@ -188,15 +211,16 @@ def init(policy: Policy, key: PRNGKeyArray) -> Params:
     A is uniform within 1 / sqrt(I) (PEFT's kaiming_uniform(a=sqrt(5))); B is 0.
     """
 
-    def sample(pair: Mapping[str, jax.ShapeDtypeStruct], key: PRNGKeyArray) -> dict[str, Array]:
-        a, b = pair["a"].shape, pair["b"].shape
-        bound = math.prod(a[1:-1]) ** -0.5
+    pairs, places = _pairs(abstract(policy)), _places(policy)
+
+    def sample(path: tuple[str, ...], key: PRNGKeyArray) -> dict[str, Array]:
+        a, b = pairs[path]["a"].shape, pairs[path]["b"].shape
+        bound = math.prod(a[places[path].num_stacked : -1]) ** -0.5
         return {"a": jax.random.uniform(key, a, jnp.float32, -bound, bound), "b": jnp.zeros(b)}
 
-    pairs = _pairs(abstract(policy))
     keys = jax.random.split(key, len(pairs))
     return traverse_util.unflatten_dict(
-        {path: sample(pair, key) for (path, pair), key in zip(pairs.items(), keys, strict=True)}
+        {path: sample(path, key) for path, key in zip(pairs, keys, strict=True)}
     )
 
 
@@ -219,7 +243,11 @@ def attach_rows(base: Params, adapters: Params, scales: Float[Array, "B"]) -> Pa
         base: parameters of the base; layers stacked.
         adapters: factors [B, L, ...].
         scales: scale of each row's adapter.
+
+    Raises:
+        ValueError: adapters of experts.
     """
+    _refuse_experts(adapters)
 
     def join(w: Any, a: Array, b: Array) -> AdaptedRows:
         # Layers come first, because the decoder scans over them.
@@ -236,8 +264,22 @@ def attach_stack(base: Params, adapters: Params, scales: Any) -> Params:
         base: parameters of the base, with `layers` as a tuple.
         adapters: factors [A, ...], with layers as a tuple.
         scales: scale of each adapter, [A].
+
+    Raises:
+        ValueError: adapters of experts.
     """
+    _refuse_experts(adapters)
     return _attached(base, adapters, lambda w, a, b: AdapterStack(w, a, b, scales))
+
+
+def _refuse_experts(adapters: Params) -> None:
+    names = {path[-2].key for path, _ in jax.tree_util.tree_leaves_with_path(adapters)}
+    if found := [target for target, name in _EXPERTS.items() if name in names]:
+        raise ValueError(
+            "expected adapters without experts, because rows of a batch have different adapters, "
+            f"found {', '.join(found)}; leave them out of the targets, or use an engine and a "
+            "trainer of one adapter"
+        )
 
 
 def _attached(base: Any, adapter: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
@@ -286,12 +328,14 @@ def merge(policy: Policy, base: Params, adapter: Params) -> Params:
     The result is on the host and is computed matrix by matrix, so that devices never have the
     merged policy in memory besides the base.
     """
-    scale = _lora(policy).scale
+    scale, places = _lora(policy).scale, _places(policy)
     pairs = _pairs(adapter)
 
     def merge_leaf(path: tuple[str, ...], w: Array | np.ndarray) -> np.ndarray:
-        leaf = _merged(w, pairs[path]["a"], pairs[path]["b"], scale) if path in pairs else w
-        return np.asarray(fetch(leaf), np.float32)
+        if path in pairs:
+            a, b = pairs[path]["a"], pairs[path]["b"]
+            w = _merged(w, a, b, scale=scale, num_stacked=places[path].num_stacked)
+        return np.asarray(fetch(w), np.float32)
 
     merged = {path: merge_leaf(path, w) for path, w in _leaves(base).items()}
     return traverse_util.unflatten_dict(merged)
@@ -329,17 +373,19 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> LoRA:
             f"{path}: expected r to be a positive integer and lora_alpha a number, found {rank!r} "
             f"and {alpha!r}"
         )
-    known = get_args(Target)
+    known, parameters = get_args(Target), config.get("target_parameters") or []
     if isinstance(targets, str):
         # A regular expression; the tensors say what it has matched.
         with _open(folder) as file:
-            targets = sorted({name.split(".")[-3] for name in file.offset_keys() if "." in name})
-    if isinstance(targets, list):
-        targets = [each for name in targets for each in _FUSED.get(name, (name,))]
+            matched = {name.split(".")[-3] for name in file.offset_keys() if "." in name}
+        targets = sorted(matched - {"experts", "base_layer"})
+    if isinstance(targets, list) or parameters:
+        names = [*(targets or []), *map(_target_of_parameter, parameters)]
+        targets = [each for name in names for each in _FUSED.get(name, (name,))]
     if not isinstance(targets, list) or not targets or not set(targets) <= set(known):
         raise ValueError(
-            f"{path}: expected target_modules to be a list with items of {', '.join(known)}, found "
-            f"{targets!r}"
+            f"{path}: expected target_modules and target_parameters to be lists with items of "
+            f"{', '.join(known)}, found {targets!r}"
         )
     ordered = tuple(target for target in known if target in targets)
     if not isinstance(rslora := config.get("use_rslora", False), bool | None):
@@ -421,7 +467,7 @@ def load(folder: Path, policy: Policy, shardings: Any) -> Params:
             for place, factors in zip(fused.places, fused.split(a, b, folder), strict=True):
                 for letter, factor in zip("ab", factors, strict=True):
                     stacked = leaves[*place.path, letter]
-                    stacked[fused.layer] = factor.T.reshape(stacked.shape[1:])
+                    stacked[fused.layer] = factor.swapaxes(-1, -2).reshape(stacked.shape[1:])
     return put(traverse_util.unflatten_dict(leaves), shardings)
 
 
@@ -454,7 +500,8 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
         tensors |= dict(zip(fused.names, fused.join(pairs), strict=True))
         fused_names.add(fused.module)
     parts = {target for name in fused_names for target in _FUSED[name]}
-    ranks, alphas = _patterns(lora, sorted(fused_names))
+    ranks, alphas = _patterns(lora, sorted(fused_names - {*lora.targets}))
+    parameters = _target_parameters(policy)
     # In every release of PEFT, absent keys have the values that apply here.
     config = {
         "peft_type": "LORA",
@@ -468,7 +515,9 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
         "target_modules": _target_modules(policy, {*lora.targets} - parts | fused_names),
         "use_rslora": lora.rslora,
     }
-    if fused_names:
+    if parameters:
+        config |= {"target_parameters": parameters}
+    if ranks:
         config |= {"rank_pattern": ranks, "alpha_pattern": alphas}
     # Each file is replaced atomically.
     temporary_weights, temporary_config = (folder / f".{name}" for name in (WEIGHTS, CONFIG))
@@ -490,9 +539,40 @@ def _target_modules(policy: Policy, names: Collection[str]) -> list[str] | str:
     Modules of a vision tower have the same names as those of layers.
     """
     if policy.config.vision is None:
-        return sorted(names)
-    pattern = "|".join(sorted(re.escape(_PLACES[target].module) for target in _targets(policy)))
+        hidden = {*_MLP} if policy.config.moe is not None else set[str]()
+        return sorted(name for name in {*names} - hidden if not name.startswith("experts."))
+    pattern = "|".join(sorted(re.escape(place.module) for place in _places(policy).values()))
     return rf"{re.escape(_layers(policy))}\.\d+\.({pattern})"
+
+
+def _target_parameters(policy: Policy) -> list[str]:
+    """Return the parameters to adapt that are no modules for PEFT, by the end of their names.
+
+    They are those of experts, and of MLPs beside them: PEFT takes the names of such modules for
+    those of experts in transformers 4 (`_MOE_TARGET_MODULE_MAPPING`).
+    """
+    if policy.config.moe is None:
+        return []
+    experts = {f"mlp.{fused.module}" for fused in _fused_modules(policy) if fused.num_experts}
+    mlps = {
+        f"{_module(policy, place)}.weight"
+        for place in _places(policy).values()
+        if place.path[1] == "mlp" and place.num_stacked == 1
+    }
+    return sorted(experts | mlps)
+
+
+def _target_of_parameter(name: str) -> str:
+    """Return the target of an item of `target_parameters`, as in `_target_parameters`."""
+    leaf = name.removesuffix(".weight")
+    return leaf.rpartition(".")[2] if leaf != name else f"experts.{name.rpartition('.')[2]}"
+
+
+def _module(policy: Policy, place: _Place) -> str:
+    """Return the name of a matrix in a layer of transformers' model."""
+    if policy.config.traits.has_shared_gate:
+        return place.module
+    return place.module.replace(".shared_expert.", ".shared_experts.")
 
 
 class _Tensor(NamedTuple):
@@ -506,15 +586,15 @@ class _Tensor(NamedTuple):
 
 def _tensors(policy: Policy) -> Iterator[_Tensor]:
     leaves = _leaves(abstract(policy))
-    for place in map(_PLACES.__getitem__, _targets(policy)):
-        if hf.find_fusion(policy, place.path) is not None:
+    for place in _places(policy).values():
+        if place.num_stacked > 1 or hf.find_fusion(policy, place.path) is not None:
             continue
         for letter in ("a", "b"):
             shape = leaves[*place.path, letter].shape
             split = 1 + (place.num_inputs if letter == "a" else 1)
             file_shape = math.prod(shape[split:]), math.prod(shape[1:split])
             for i, layer in enumerate(policy.config.layers_with(place.path[1:])):
-                module = f"{_layers(policy)}.{layer}.{place.module}"
+                module = f"{_layers(policy)}.{layer}.{_module(policy, place)}"
                 name = f"base_model.model.{module}.lora_{letter.upper()}.weight"
                 yield _Tensor(name, file_shape, (*place.path, letter), i)
 
@@ -534,23 +614,48 @@ class _Fused(NamedTuple):
     """Rank of each target."""
     num_groups: int
     """Equal groups of outputs, in each of which the targets follow each other."""
+    num_experts: int | None
+    """None: the matrix is not one of experts."""
 
     def join(self, pairs: Sequence[Sequence[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-        """Make A [ranks, inputs] and the block-diagonal B [outputs, ranks]."""
+        """Make A [ranks, inputs] and the block-diagonal B [outputs, ranks].
+
+        Of all experts, their A follow each other, and the columns of their B take turns.
+        """
+        if self.num_experts is None:
+            return self._join(pairs)
+        by_expert = [self._join([(a[i], b[i]) for a, b in pairs]) for i in range(self.num_experts)]
+        a, b = (np.stack(each) for each in zip(*by_expert, strict=True))
+        return a.reshape(-1, self.num_inputs), np.moveaxis(b, 0, -1).reshape(sum(self.sizes), -1)
+
+    def split(
+        self, a: np.ndarray, b: np.ndarray, folder: Path
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return A and B of each target, of experts [E, ...].
+
+        Raises:
+            ValueError: B is not block-diagonal.
+        """
+        if self.num_experts is None:
+            return self._split(a, b, folder)
+        a = a.reshape(self.num_experts, -1, self.num_inputs)
+        b = np.moveaxis(b.reshape(len(b), -1, self.num_experts), -1, 0)
+        by_expert = [self._split(*pair, folder) for pair in zip(a, b, strict=True)]
+        return [
+            (np.stack([a for a, _ in pairs]), np.stack([b for _, b in pairs]))
+            for pairs in zip(*by_expert, strict=True)
+        ]
+
+    def _join(self, pairs: Sequence[Sequence[np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
         a = np.concatenate([a.T for a, _ in pairs])
         b = np.zeros((sum(self.sizes), len(a)), np.float32)
         for (rows, columns), (_, factor) in zip(self._blocks(), pairs, strict=True):
             b[rows, columns] = factor.reshape(self.rank, -1).T
         return np.ascontiguousarray(a), b
 
-    def split(
+    def _split(
         self, a: np.ndarray, b: np.ndarray, folder: Path
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return A and B of each target.
-
-        Raises:
-            ValueError: B is not block-diagonal.
-        """
         if len(a) == self.rank:
             return [(a, b[rows]) for rows, _ in self._blocks()]
         rest = b.copy()
@@ -579,11 +684,11 @@ class _Fused(NamedTuple):
 def _fused_modules(policy: Policy) -> Iterator[_Fused]:
     leaves, targets = _leaves(abstract(policy)), _targets(policy)
     for module, parts in _FUSED.items():
-        places = tuple(_PLACES[part] for part in parts)
+        places = tuple(_PLACES[part][0] for part in parts)
         fusion = _fusion(policy, module)
         if parts[0] not in targets or fusion is None:
             continue
-        shapes = [leaves[*place.path, "b"].shape for place in places]
+        shapes, stacked = [leaves[*each.path, "b"].shape for each in places], places[0].num_stacked
         for i, layer in enumerate(policy.config.layers_with(places[0].path[1:])):
             name = f"base_model.model.{_layers(policy)}.{layer}.{fusion.module}"
             yield _Fused(
@@ -591,16 +696,26 @@ def _fused_modules(policy: Policy) -> Iterator[_Fused]:
                 (f"{name}.lora_A.weight", f"{name}.lora_B.weight"),
                 i,
                 places,
-                tuple(math.prod(shape[2:]) for shape in shapes),
-                leaves[*places[0].path, "a"].shape[1],
+                tuple(math.prod(shape[stacked + 1 :]) for shape in shapes),
+                leaves[*places[0].path, "a"].shape[stacked],
                 _lora(policy).rank,
                 fusion.num_groups,
+                shapes[0][1] if stacked > 1 else None,
             )
 
 
 def _fusion(policy: Policy, module: str) -> hf.Fusion | None:
     """Return the fused module of this name, if the files of the family have it."""
-    found = hf.find_fusion(policy, _PLACES[_FUSED[module][0]].path)
+    (first, *others), moe = _FUSED[module], policy.config.moe
+    if first in _EXPERTS:
+        if moe is None:
+            return None
+        # PEFT puts the second wrapper of a module around the first one.
+        inner = ".base_layer" if others and "experts.down_proj" in _lora(policy).targets else ""
+        is_interleaved = others and policy.config.traits.interleaved
+        groups = moe.moe_intermediate_size if is_interleaved else 1
+        return hf.Fusion(f"{_PLACES[first][0].module}{inner}", groups)
+    found = hf.find_fusion(policy, _PLACES[first][0].path)
     return found if found is not None and found.module.endswith(f".{module}") else None
 
 
@@ -609,6 +724,7 @@ def _fused_shapes(policy: Policy, config: Mapping[str, Any]) -> dict[str, tuple[
     ranks, shapes = config.get("rank_pattern") or {}, dict[str, tuple[int, ...]]()
     for fused in _fused_modules(policy):
         rank = ranks.get(fused.module, fused.rank)
+        rank *= fused.num_experts or 1
         shapes |= dict(
             zip(fused.names, ((rank, fused.num_inputs), (sum(fused.sizes), rank)), strict=True)
         )
@@ -626,28 +742,29 @@ def _patterns(lora: LoRA, modules: Sequence[str]) -> tuple[dict[str, int], dict[
 def find_targets(policy: Policy) -> tuple[Target, ...]:
     """Return the targets of which a policy has matrices."""
     leaves = _leaves(policy.abstract())
-    # With PEFT, the names of an MLP are those of shared experts too, which have no adapters here.
-    hidden = {"mlp"} if policy.config.moe is not None else set()
     return tuple(
         target
-        for target, place in _PLACES.items()
-        if place.path in leaves and place.path[1] not in hidden
+        for target, places in _PLACES.items()
+        if any(place.path in leaves for place in places)
     )
+
+
+def find_batched_targets(policy: Policy) -> tuple[Target, ...]:
+    """Return the targets of which each row of a batch may have an adapter of its own."""
+    return tuple(target for target in find_targets(policy) if target not in _EXPERTS)
 
 
 def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> Params:
     """Make a tree of the targets from their leaves in a tree like the parameters."""
-    leaves = _leaves(like)
-    places = {target: _PLACES[target] for target in _targets(policy)}
+    leaves, targets = _leaves(like), _targets(policy)
     has = find_targets(policy)
-    if missing := [target for target in places if target not in has]:
-        reason = "" if policy.config.moe is None else " (experts have no adapters)"
+    if missing := [target for target in targets if target not in has]:
         raise ValueError(
-            f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}"
-            f"{reason}; choose from {', '.join(has)}"
+            f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}; "
+            f"choose from {', '.join(has)}"
         )
     for module, parts in _FUSED.items():
-        lacking = sorted(set(parts) - set(places))
+        lacking = sorted(set(parts) - set(targets))
         is_fused = _fusion(policy, module) is not None
         if is_fused and lacking and len(lacking) < len(parts):
             raise ValueError(
@@ -655,16 +772,18 @@ def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> P
                 f"matrix, {module}; add {', '.join(lacking)}, or remove the others"
             )
     return traverse_util.unflatten_dict(
-        {place.path: make(leaves[place.path], place) for place in places.values()}
+        {path: make(leaves[path], place) for path, place in _places(policy).items()}
     )
 
 
 def _factors(
     dims: tuple[Any, ...], place: _Place, rank: Any, make: Callable[[tuple[Any, ...]], Any]
 ) -> dict[str, Any]:
-    """Make A and B from the dimensions [L, I.., O..] of a matrix, or from their names."""
-    split = 1 + place.num_inputs
-    return {"a": make((*dims[:split], rank)), "b": make((dims[0], rank, *dims[split:]))}
+    """Make A and B from the dimensions [L, I.., O..] or [L, E, I, O] of a matrix, or from their
+    names.
+    """
+    stacked, split = place.num_stacked, place.num_stacked + place.num_inputs
+    return {"a": make((*dims[:split], rank)), "b": make((*dims[:stacked], rank, *dims[split:]))}
 
 
 def _struct(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -685,13 +804,18 @@ def _pairs(adapter: Params) -> dict[tuple[str, ...], Any]:
     return dict(traverse_util.flatten_dict(adapter, is_leaf=is_pair))
 
 
-@partial(jax.jit, static_argnames="scale")
+@partial(jax.jit, static_argnames=("scale", "num_stacked"))
 def _merged(
-    w: Float[Array, "L ..."], a: Float[Array, "L ..."], b: Float[Array, "L R ..."], scale: float
+    w: Float[Array, "L ..."],
+    a: Float[Array, "L ..."],
+    b: Float[Array, "L ..."],
+    *,
+    scale: float,
+    num_stacked: int,
 ) -> Array:
-    L, R = b.shape[:2]
+    stacked, R = b.shape[:num_stacked], b.shape[num_stacked]
     update = jnp.matmul(
-        a.reshape(L, -1, R), b.reshape(L, R, -1), precision=jax.lax.Precision.HIGHEST
+        a.reshape(*stacked, -1, R), b.reshape(*stacked, R, -1), precision=jax.lax.Precision.HIGHEST
     )
     return w.astype(jnp.float32) + scale * update.reshape(w.shape)
 
@@ -704,6 +828,13 @@ def _lora(policy: Policy) -> LoRA:
 
 def _targets(policy: Policy) -> list[Target]:
     return [target for target in _PLACES if target in _lora(policy).targets]
+
+
+def _places(policy: Policy) -> dict[tuple[str, ...], _Place]:
+    """Return the matrices with adapters, by path."""
+    leaves = _leaves(policy.abstract())
+    places = [place for target in _targets(policy) for place in _PLACES[target]]
+    return {place.path: place for place in places if place.path in leaves}
 
 
 def _read_json(folder: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray, Shaped
 
 from areal_jax.models.activations import gated
+from areal_jax.models.adapted import Adapted
 from areal_jax.models.architecture import ExpertGroups, ModelConfig, MoEConfig
 from areal_jax.models.gpu_grouped_products import (
     MAX_BLOCK,
@@ -42,6 +43,9 @@ ROUTER = "router"
 GroupedKernel: TypeAlias = Literal["blocks", "gpu", "tpu"]
 """Products of experts. blocks: a matrix is copied for each block of rows, in plain XLA. gpu, tpu:
 in a kernel."""
+
+ExpertMatrix: TypeAlias = Array | Quantized | Adapted
+"""A matrix of every expert."""
 
 
 class Routing(NamedTuple):
@@ -73,9 +77,9 @@ class Experts(Protocol):
         x: Array,
         weights: Array,
         chosen: Array,
-        gate: Array | Quantized,
-        up: Array | Quantized,
-        down: Array | Quantized,
+        gate: ExpertMatrix,
+        up: ExpertMatrix,
+        down: ExpertMatrix,
         /,
         *biases: Array,
         activation: Activation = "silu",
@@ -298,9 +302,9 @@ def local_experts(
     x: Float[Array, "B T D"],
     weights: Float[Array, "B T k"],
     chosen: Int[Array, "B T k"],
-    gate: Float[Array, "E D F"] | Quantized,
-    up: Float[Array, "E D F"] | Quantized,
-    down: Float[Array, "E F D"] | Quantized,
+    gate: Float[Array, "E D F"] | Quantized | Adapted,
+    up: Float[Array, "E D F"] | Quantized | Adapted,
+    down: Float[Array, "E F D"] | Quantized | Adapted,
     *biases: Float[Array, "E _"],
     activation: Activation = "silu",
     first: int | Int[Array, ""] = 0,
@@ -320,7 +324,7 @@ def local_experts(
         first: number of the first local expert.
         kernel: see `choose_grouped_kernel`.
     """
-    E, (B, T, k) = len(gate), chosen.shape
+    E, (B, T, k) = gate.shape[0], chosen.shape
     num_assignments = B * T * k
     block, num_rows = row_layout(num_assignments, E, kernel)
     number = chosen.reshape(-1) - first
@@ -345,7 +349,9 @@ def local_experts(
     )
     rows = x.reshape(B * T, -1).at[token].get(mode="fill", fill_value=0)
 
-    def product(x: Array, w: Array | Quantized, *bias: Array) -> Array:
+    def product(x: Array, w: ExpertMatrix, *bias: Array) -> Array:
+        if isinstance(w, Adapted):
+            return product(x, w.w, *bias) + product(w.scale * product(x, w.a), w.b)
         y = _product(x, w.values if isinstance(w, Quantized) else w, padded, block, kernel)
         if not bias and not isinstance(w, Quantized):
             return y
@@ -382,9 +388,9 @@ def sharded_experts(mesh: Mesh, rules: Rules, copies: tuple[str, ...] = ()) -> E
         x: Array,
         weights: Array,
         chosen: Array,
-        gate: Array | Quantized,
-        up: Array | Quantized,
-        down: Array | Quantized,
+        gate: ExpertMatrix,
+        up: ExpertMatrix,
+        down: ExpertMatrix,
         *biases: Array,
         activation: Activation = "silu",
     ) -> Array:
@@ -407,9 +413,9 @@ def sharded_experts(mesh: Mesh, rules: Rules, copies: tuple[str, ...] = ()) -> E
             x: Array,
             weights: Array,
             chosen: Array,
-            gate: Array | Quantized,
-            up: Array | Quantized,
-            down: Array | Quantized,
+            gate: ExpertMatrix,
+            up: ExpertMatrix,
+            down: ExpertMatrix,
             *biases: Array,
         ) -> Array:
             if biases and _names(wide[2]):
@@ -420,16 +426,12 @@ def sharded_experts(mesh: Mesh, rules: Rules, copies: tuple[str, ...] = ()) -> E
                 x, weights, chosen = (
                     jax.lax.all_gather(array, shared, tiled=True) for array in (x, weights, chosen)
                 )
-            first = jax.lax.axis_index(_names(wide[0])) * len(gate) if _names(wide[0]) else 0
-            platform = mesh.devices.flat[0].platform
-            kernel = choose_grouped_kernel(platform, *gate.shape)
-            if kernel == "blocks" and platform != "cpu":
-                _warn_of_blocks(platform, gate.shape)
+            first = jax.lax.axis_index(_names(wide[0])) * gate.shape[0] if _names(wide[0]) else 0
             y = local_experts(
                 *(x, weights, chosen, gate, up, down, *biases),
                 activation=activation,
                 first=first,
-                kernel=kernel,
+                kernel=_find_kernel(mesh.devices.flat[0].platform, gate.shape),
             )
             y = jax.lax.psum(y, tuple(name for name in expert_axes if name not in shared))
             return jax.lax.psum_scatter(y, shared, tiled=True) if shared else y
@@ -443,18 +445,28 @@ def sharded_experts(mesh: Mesh, rules: Rules, copies: tuple[str, ...] = ()) -> E
 
 
 @cache
-def _warn_of_blocks(platform: str, shape: tuple[int, ...]) -> None:
-    logger.warning(
-        "slow path part=experts kernel=blocks platform=%s shape=%s: the kernel takes less than "
-        "2**31 numbers in the matrices of a layer on one device; set placement.train_expert or "
-        "placement.rollout_tensor higher",
-        platform,
-        shape,
-    )
+def _find_kernel(platform: str, shape: tuple[int, int, int]) -> GroupedKernel:
+    """Choose the kernel, and log once where that is a slow path."""
+    kernel = choose_grouped_kernel(platform, *shape)
+    if kernel == "blocks" and platform != "cpu":
+        logger.warning(
+            "slow path part=experts kernel=blocks platform=%s shape=%s: the kernel takes less than "
+            "2**31 numbers in the matrices of a layer on one device; set placement.train_expert or "
+            "placement.rollout_tensor higher",
+            platform,
+            shape,
+        )
+    return kernel
 
 
-def _specs(w: Array | Quantized, whole: PartitionSpec) -> Any:
-    """Return the spec of a matrix; the scales of a quantized one have size 1 in its inputs."""
+def _specs(w: ExpertMatrix, whole: PartitionSpec) -> Any:
+    """Return the spec of a matrix; the scales of a quantized one have size 1 in its inputs, and
+    the rank of an adapter is whole on every device.
+    """
+    if isinstance(w, Adapted):
+        experts, inputs, outputs = whole
+        a, b = PartitionSpec(experts, inputs), PartitionSpec(experts, None, outputs)
+        return Adapted(_specs(w.w, whole), a, b, w.scale)
     if not isinstance(w, Quantized):
         return whole
     parts = (part if size > 1 else None for part, size in zip(whole, w.scale.shape, strict=False))

@@ -167,7 +167,7 @@ class TrainingBackend:
             raise InvalidRequest(f"lora_config.rank={rank}: expected 1 to limits.max_rank={most}")
         targets: tuple[Target, ...] = tuple(
             target
-            for target in lora.find_targets(self.policy)
+            for target in lora.find_batched_targets(self.policy)
             if (trains_mlp if target in _MLP else trains_attention)
         )
         if not targets:
@@ -182,7 +182,7 @@ class TrainingBackend:
         are in one batch. Its own scale is not used.
         """
         rank = max(LEAST_RANK, 1 << (shape.rank - 1).bit_length())
-        return LoRA(rank=rank, targets=lora.find_targets(self.policy))
+        return LoRA(rank=rank, targets=lora.find_batched_targets(self.policy))
 
     def policy_of(self, shape: LoRA | None) -> Policy:
         """Return the policy with an adapter."""

@@ -33,4 +33,6 @@ def test_adapters_are_of_the_matrices_that_the_table_names() -> None:
     cells = {line.split(" | ")[0].strip("|` "): line.split(" | ")[3] for line in table()[2:]}
     for name in TEXT:
         policy = Policy(ModelConfig.from_hf(settings()[name], name))
-        assert ("gate_proj" in lora.find_targets(policy)) == ("MLP" in cells[name])
+        found = lora.find_targets(policy)
+        assert ("gate_proj" in found) == ("MLP" in cells[name])
+        assert ("experts.gate_proj" in found) == ("experts" in cells[name])

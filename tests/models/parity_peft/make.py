@@ -2,7 +2,7 @@
 
 Needs torch, which areal_jax itself does not, and the fixtures of parity/make.py:
 
-    pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0
+    pip install torch==2.13.0 transformers==5.24.0 peft==0.21.2 safetensors==0.8.0
     python tests/models/parity_peft/make.py
 
 Each adapter has a folder with adapter_config.json and adapter_model.safetensors, written by
@@ -56,6 +56,37 @@ LINEAR_ADAPTERS = {
     ),
 }
 
+# Experts, whose parameters are no modules, and the MLP beside them; in gpt_oss the outputs of gate
+# and up take turns.
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+EXPERT_ADAPTERS = {
+    "qwen3_moe": LoraConfig(
+        r=2,
+        lora_alpha=8,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=EXPERTS,
+        task_type="CAUSAL_LM",
+    ),
+    "qwen2_moe": LoraConfig(
+        r=2,
+        lora_alpha=4,
+        target_modules=[],
+        target_parameters=[
+            "mlp.experts.down_proj",
+            *(f"mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up", "down")),
+        ],
+        use_rslora=True,
+        task_type="CAUSAL_LM",
+    ),
+    "gpt_oss": LoraConfig(
+        r=3,
+        lora_alpha=12,
+        target_modules=["o_proj"],
+        target_parameters=EXPERTS,
+        task_type="CAUSAL_LM",
+    ),
+}
+
 LANGUAGE = r"model\.language_model\.layers\.\d+\.(mlp\.up_proj|self_attn\.o_proj|self_attn\.q_proj)"
 
 VISION_ADAPTERS = {
@@ -82,6 +113,7 @@ def main() -> None:
         ).logits
         save(model, here / family, "parity_vision", tokens, logits)
     adapt_text(here, LINEAR_ADAPTERS)
+    adapt_text(here, EXPERT_ADAPTERS)
 
 
 def adapt_text(here: Path, adapters: dict[str, LoraConfig]) -> None:
