@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from areal_jax.models.adapted import Adapted
 from areal_jax.models.moe import local_experts
 from areal_jax.models.paged_attention import Pages, choose_paged_kernel, stored_head_dim
 from areal_jax.models.tpu_paged_attention import tpu_paged_attention
@@ -84,3 +85,35 @@ def test_gradients_of_experts_do_not_multiply_rows_of_other_experts() -> None:
     one_row = 2 * 256 * 128
     for num_experts in (4, 16):
         assert 9 * 2048 * one_row <= flops(num_experts) <= 1.1 * 9 * 2 * 2048 * one_row
+
+
+@pytest.mark.parametrize("rank", [4, 16])
+def test_gradients_of_expert_adapters_do_not_multiply_rows_of_other_experts(rank: int) -> None:
+    def flops(num_experts: int) -> float:
+        def whole(*sizes: int) -> Any:
+            return jax.ShapeDtypeStruct((num_experts, *sizes), jnp.bfloat16)
+
+        x, weights = (jax.ShapeDtypeStruct((1, 1024, n), jnp.bfloat16) for n in (256, 2))
+        chosen = jax.ShapeDtypeStruct((1, 1024, 2), jnp.int32)
+        matrices = [
+            Adapted(whole(D, F), whole(D, rank), whole(rank, F), 2.0)
+            for D, F in ((256, 128), (256, 128), (128, 256))
+        ]
+
+        def total(factors: Any, x: Any, weights: Any, chosen: Any, matrices: Any) -> Any:
+            adapted = (
+                Adapted(w.w, a, b, w.scale) for w, (a, b) in zip(matrices, factors, strict=True)
+            )
+            return local_experts(x, weights, chosen, *adapted).astype(jnp.float32).sum()
+
+        factors = [(each.a, each.b) for each in matrices]
+        grad = jax.grad(total, (0, 1))
+        cost = compile_for("v5e:2x2", grad, factors, x, weights, chosen, matrices).cost_analysis()
+        assert cost is not None
+        return cost["flops"]
+
+    # Frozen matrices are multiplied forward and backward, 6 times a row, factors 9 times; the sum
+    # of the last product needs no product of its last factor.
+    one_row = 2 * (6 * 256 * 128 + 9 * rank * (256 + 128) - rank * 256)
+    for num_experts in (4, 16):
+        assert 2048 * one_row <= flops(num_experts) <= 1.1 * 2 * 2048 * one_row

@@ -14,8 +14,10 @@ from tiny_runs import TINY_SIZES
 
 from areal_jax.engine.batch import SLOT, PrefillChunk, empty_slots
 from areal_jax.engine.decode import DecodeEngine
+from areal_jax.models import lora
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
+from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
@@ -39,26 +41,48 @@ EXPERTS = {
 LATENT = LATENT_ATTENTION | {"num_key_value_heads": 4}
 
 
+OF_EXPERTS = LoRA(
+    rank=4, alpha=8.0, targets=("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+)
+
+
 @pytest.mark.parametrize(
-    ("family", "tensor"),
-    [(WINDOW, 1), (EXPERTS, 2), (LATENT, 2)],
-    ids=["window", "experts", "latent"],
+    ("family", "tensor", "adapter"),
+    [
+        (WINDOW, 1, None),
+        (EXPERTS, 2, None),
+        (LATENT, 2, None),
+        (EXPERTS, 2, OF_EXPERTS),
+        # And of the MLPs beside them: a shared one, and that of the first layer.
+        (LATENT, 2, LoRA(rank=4, targets=("gate_proj", "down_proj", *OF_EXPERTS.targets))),
+    ],
+    ids=["window", "experts", "latent", "experts with adapters", "latent with adapters"],
 )
 @pytest.mark.slow
-def test_sampled_logp_matches_a_full_forward(family: dict[str, object], tensor: int) -> None:
-    policy = Policy(ModelConfig.from_hf(TINY_SIZES | family, source="a test"))
+def test_sampled_logp_matches_a_full_forward(
+    family: dict[str, object], tensor: int, adapter: LoRA | None
+) -> None:
+    policy = Policy(ModelConfig.from_hf(TINY_SIZES | family, source="a test"), adapter)
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(
-            3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
-        ),
-        policy.abstract(),
+    params, factors = (
+        jax.tree.map(
+            lambda leaf: jnp.asarray(
+                3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
+            ),
+            shapes,
+        )
+        for shapes in (policy.abstract(), lora.abstract(policy) if adapter else {})
     )
     placement = PlacementConfig(rollout_devices=tensor, train_devices=1, rollout_tensor=tensor)
     engine = DecodeEngine(
         policy, make_meshes(placement, jax.devices()[: tensor + 1]).rollout, CONFIG, jnp.float32
     )
-    weights = jax.jit(engine.layout, out_shardings=engine.param_shardings)(params)
+    weights = jax.jit(engine.layout, out_shardings=engine.base_shardings)(params)
+    if adapter:
+        arrived = jax.jit(engine.layout, out_shardings=engine.param_shardings)(factors)
+        weights = lora.attach(policy, weights, arrived)
+        # The trainer's, of another form: merged.
+        params = jax.device_put(lora.merge(policy, params, factors))
 
     # One prompt shorter than the window, and one longer.
     sequences = [rng.integers(0, 64, length).astype(np.int32) for length in (3, 11)]

@@ -12,11 +12,13 @@ import pytest
 from tiny_training import ROW_TOKENS, train_mesh
 
 from areal_jax.data.sft import SupervisedExample
+from areal_jax.models import lora
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.models.config import Remat
+from areal_jax.models.config import LoRA, Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.state import frozen_shardings
 from areal_jax.trainer.step import TrainableModel
 
 POLICY = Policy(
@@ -77,10 +79,16 @@ def trained(
 ) -> tuple[Mapping[str, float | tuple[float, float]], Params]:
     """Metrics and parameters after two updates."""
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5,
-        policy.abstract(),
+    params, adapter = (
+        jax.tree.map(
+            lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5,
+            shapes,
+        )
+        for shapes in (policy.abstract(), lora.abstract(policy) if policy.lora else {})
     )
+    on, base = train_mesh(**mesh), None
+    if policy.lora:
+        params, base = adapter, jax.device_put(params, frozen_shardings(policy, on))
     examples = [
         SupervisedExample(rng.integers(0, 32, n).astype(np.int32), np.arange(n) >= 2)
         for n in rng.integers(9, 25, 20)
@@ -97,9 +105,10 @@ def trained(
     model = TrainableModel(
         policy=policy,
         params=params,
-        mesh=train_mesh(**mesh),
+        mesh=on,
         compute_dtype=jnp.float32,
         row_tokens=ROW_TOKENS,
+        base=base,
     )
     trainer = SupervisedTrainer(config, model, num_updates=10)
     trainer.step(examples[:10])
@@ -135,6 +144,25 @@ def test_experts_on_eight_devices_train_as_on_one(mesh: Mapping[str, int]) -> No
     # certainty.
     balance = alone["router_balance_loss"]
     assert isinstance(balance, tuple) and 2 < balance[0] / balance[1] < 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("remat", "mesh"), [("dots", {"expert": 2, "tensor": 2}), ("full", {"expert": 2})], ids=str
+)
+def test_adapters_of_experts_on_eight_devices_train_as_on_one(
+    remat: Remat, mesh: Mapping[str, int]
+) -> None:
+    targets = ("q_proj", "experts.gate_proj", "experts.up_proj", "experts.down_proj")
+    policy = Policy(POLICY.config, LoRA(rank=3, targets=targets))
+    alone, params = trained(8, policy=policy)
+    # Without a tensor axis there are two copies.
+    rows = 1 if "tensor" not in mesh else 2
+    spread, same = trained(rows, policy=policy, remat=remat, devices=8, fsdp=2, **mesh)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), same, params)
+    for name in ("loss", "grad_norm", "router_busiest_expert"):
+        np.testing.assert_allclose(alone[name], spread[name], rtol=1e-5)
+    assert params["layers"]["mlp"]["expert_down"]["a"].shape == (2, 4, 12, 3)
 
 
 @pytest.mark.slow
