@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 from run_laws import broken_laws
-from tiny_runs import write_tiny_policy
+from tiny_runs import write_tiny_experts, write_tiny_policy
 
 from areal_jax import loop
 from areal_jax.checkpoint.config import CHECKPOINTS, CheckpointConfig
@@ -603,30 +603,44 @@ def test_divergence_names_the_checkpoint_to_resume_from(
     assert re.search(rf"training diverged: step 1: .*{left}", capsys.readouterr().err)
 
 
-ADAPTED = [f"['attn']['{name}']" for name in "qkvo"] + [
-    f"['mlp']['{name}']" for name in ("gate", "up", "down")
-]
+OF_EXPERTS = LoRA(
+    rank=4, targets=("q_proj", "experts.gate_proj", "experts.up_proj", "experts.down_proj")
+)
+ADAPTED = {
+    "dense": [f"['attn']['{name}']" for name in "qkvo"]
+    + [f"['mlp']['{name}']" for name in ("gate", "up", "down")],
+    "experts": ["['attn']['q']"] + [f"['mlp']['expert_{name}']" for name in ("gate", "up", "down")],
+}
 
 
 def with_adapter(exp: Experiment, **changes: object) -> Experiment:
     return chz.replace(exp, policy=chz.replace(exp.policy, **({"lora": LoRA(rank=4)} | changes)))
 
 
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [("dense", LoRA(rank=4)), ("experts", OF_EXPERTS)],
+    ids=["dense", "experts"],
+)
 @pytest.mark.slow
 def test_adapter_run_resumes_bit_exact_and_exports_its_adapter(
-    tiny_policy: Path, tmp_path: Path
+    tmp_path: Path, kind: str, adapter: LoRA
 ) -> None:
-    policy = Policy(hf.read_config(tiny_policy), LoRA(rank=4))
+    folder = tmp_path / "tiny"
+    (write_tiny_experts if kind == "experts" else write_tiny_policy)(folder)
+    policy = Policy(hf.read_config(folder), adapter)
     base = policy.init(jax.random.key(5))
-    hf.save(tiny_policy, policy, base)
+    hf.save(folder, policy, base)
     exp = with_adapter(
-        experiment(tiny_policy, FOUR_AND_FOUR, num_steps=3, max_staleness=0), random_init=False
+        experiment(folder, FOUR_AND_FOUR, num_steps=3, max_staleness=0),
+        random_init=False,
+        lora=adapter,
     )
     whole = run_loop(planned(exp), tmp_path / "whole")
     run_loop(planned(chz.replace(exp, num_steps=2)), tmp_path / "parts")
     resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
     assert set(whole) == {
-        f"['layers']{matrix}['{letter}']" for matrix in ADAPTED for letter in "ab"
+        f"['layers']{matrix}['{letter}']" for matrix in ADAPTED[kind] for letter in "ab"
     }
     for name, leaf in whole.items():
         np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
@@ -640,7 +654,7 @@ def test_adapter_run_resumes_bit_exact_and_exports_its_adapter(
     assert rows[-1]["weights/transfer_bytes"] == 2 * sum(leaf.nbytes for leaf in whole.values())
 
     here = SingleDeviceSharding(jax.devices()[0])
-    adapter = lora.load(
+    loaded = lora.load(
         tmp_path / "whole" / "adapter", policy, jax.tree.map(lambda _: here, lora.abstract(policy))
     )
     merged = hf.load(
@@ -650,7 +664,7 @@ def test_adapter_run_resumes_bit_exact_and_exports_its_adapter(
     jax.tree.map(
         partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6),
         merged,
-        lora.merge(policy, base, adapter),
+        lora.merge(policy, base, loaded),
     )
     again = with_adapter(exp, lora=None, adapter=str(tmp_path / "whole" / "adapter"))
     params, frozen = initial_weights(planned(again))
