@@ -10,7 +10,7 @@ and the optimizer state that is held beside it; with the optimizer state in the 
 the larger one of that and of the peak of `apply`. Figures are compiled, not measured. Appends a row
 for each configuration to results/memory_forecast.jsonl.
 
-Expected: the forecast is 0 to 10 % above the need at all 46 points for TPUs, which take some
+Expected: the forecast is 0 to 10 % above the need at all 48 points for TPUs, which take some
 minutes of one CPU core each, and at the 26 for GPUs, which take half a minute. The stored rows of
 41 points hold peaks that were computed from the buffer assignment that XLA:TPU writes before it
 generates code, without waiting for the code. The last row of a point is that of the newest program.
@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 from results import append
 
+from areal_jax.models import lora
 from areal_jax.models.config import LoRA, Remat
 from areal_jax.models.decoder import Policy
 from areal_jax.models.known import known_shape
@@ -66,7 +67,7 @@ class Point:
     rows: int = 1
     chunk_tokens: int = 2048
     rank: int = 0
-    """Of an adapter; 0: none."""
+    """Of an adapter of all matrices that may have one, also those of experts; 0: none."""
     offload: bool = False
     """Whether the optimizer state is in the host's memory."""
 
@@ -124,6 +125,8 @@ GRID = (
     Point(MIXTURE, "v5p:2x2x4", 32768, "attention", fsdp=2, expert=8),
     Point(MIXTURE, "v5p:2x2x4", 32768, "full", fsdp=16),
     Point(MIXTURE, "v6e:4x4", 32768, "full", fsdp=4, context=2, expert=2),
+    Point(MIXTURE, "v5p:2x2x1", 8192, "full", fsdp=2, expert=2, rank=16),
+    Point(MIXTURE, "v5p:2x2x1", 8192, "attention", fsdp=4, rank=16),
     Point(SMALL, "h100:1", 8192, "attention"),
     Point(SMALL, "h100:1", 32768, "full"),
     Point(SMALL, "h100:1", 8192, "full", rank=16),
@@ -152,12 +155,15 @@ GRID = (
     Point(MIXTURE, "2xh200:8", 32768, "full", fsdp=2, expert=8),
 )
 """Of the first version's points for TPUs three were compiled again for the second, so that the
-stored rows of these are 49."""
+stored rows of these are 51."""
 
 
 def measure(point: Point) -> dict[str, object]:
     """Compile a configuration, and compare."""
-    policy = Policy(known_shape(point.model), LoRA(rank=point.rank) if point.rank else None)
+    policy = Policy(known_shape(point.model))
+    if point.rank:
+        adapter = LoRA(rank=point.rank, targets=lora.find_targets(policy))
+        policy = Policy(policy.config, adapter)
     placement = PlacementConfig(
         train_fsdp=point.fsdp,
         train_context=point.context,

@@ -148,7 +148,7 @@ def _activations(
         scores = (
             SAVED_PER_SCORE * heads * (row_tokens + min(row_tokens, 128)) // 2 * _FLOAT32 // tensor
         )
-    of_rows = 0 if moe is None else _expert_row_bytes(moe, width, tokens, mesh, itemsize)
+    of_rows = 0 if moe is None else _expert_row_bytes(policy, moe, tokens, mesh, itemsize)
 
     def whole(per_mlp: int) -> int:
         per_token = SAVED_PER_WIDTH * width * itemsize + per_mlp * inner * itemsize
@@ -210,10 +210,15 @@ def _gpu_logits(
     return logits, max(0, layer - logits)
 
 
-def _expert_row_bytes(moe: MoEConfig, width: int, tokens: int, mesh: Mesh, itemsize: int) -> int:
+def _expert_row_bytes(
+    policy: Policy, moe: MoEConfig, tokens: int, mesh: Mesh, itemsize: int
+) -> int:
     """Return the bytes of a layer's rows of experts: a device has the rows of all tokens of its
     expert axis.
     """
+    width, targets = policy.config.hidden_size, () if policy.lora is None else policy.lora.targets
+    # The update of an adapter exists beside a product.
+    updates = int(any(target.startswith("experts.") for target in targets))
     assignments = tokens * mesh.shape["expert"] * moe.num_experts_per_tok
     device, num_experts = mesh.devices.flat[0], moe.num_experts // mesh.shape["expert"]
     inner = moe.moe_intermediate_size // mesh.shape["tensor"]
@@ -225,7 +230,9 @@ def _expert_row_bytes(moe: MoEConfig, width: int, tokens: int, mesh: Mesh, items
     of_blocks = 0
     if kernel == "blocks":
         of_blocks = rows // block * MATRICES_OF_BLOCK * width * inner
-    return (rows * (of_width * width + of_expert * inner) + of_blocks) * itemsize
+    return (
+        rows * ((of_width + updates) * width + (of_expert + updates) * inner) + of_blocks
+    ) * itemsize
 
 
 def _gathered(policy: Policy, mesh: Mesh) -> int:

@@ -101,10 +101,11 @@ def test_gradients_of_expert_adapters_do_not_multiply_rows_of_other_experts(rank
         ]
 
         def total(factors: Any, x: Any, weights: Any, chosen: Any, matrices: Any) -> Any:
-            adapted = (
+            gate, up, down = (
                 Adapted(w.w, a, b, w.scale) for w, (a, b) in zip(matrices, factors, strict=True)
             )
-            return local_experts(x, weights, chosen, *adapted).astype(jnp.float32).sum()
+            y = local_experts(x, weights, chosen, gate, up, down)
+            return y.astype(jnp.float32).sum()
 
         factors = [(each.a, each.b) for each in matrices]
         grad = jax.grad(total, (0, 1))
