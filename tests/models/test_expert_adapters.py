@@ -20,6 +20,7 @@ from areal_jax.models.adapted import Adapted
 from areal_jax.models.config import Target
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import local_experts, sharded_experts
+from areal_jax.models.quantized import quantize
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_rollout_mesh, make_train_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES, put_batch, shardings
@@ -90,10 +91,10 @@ def adapted_experts(experts: Any, matrices: Any, adapter: Any, x: jax.Array, *re
     )
 
 
-def merged_experts(adapter: Any, x: jax.Array) -> jax.Array:
+def merged_experts(adapter: Any, x: jax.Array, matrices: Any = (GATE, UP, DOWN)) -> jax.Array:
     whole = (
         w + SCALE * adapter[name]["a"] @ adapter[name]["b"]
-        for name, w in zip(AXES, (GATE, UP, DOWN), strict=True)
+        for name, w in zip(AXES, matrices, strict=True)
     )
     return every_expert(x, WEIGHTS, CHOSEN, *whole)
 
@@ -143,21 +144,21 @@ def test_mesh_keeps_output_and_gradients_of_expert_adapters(
     assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(of_adapter)) > 1e-2
 
 
-def test_rollout_mesh_shards_expert_adapters_like_experts() -> None:
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_rollout_mesh_shards_expert_adapters_like_experts(is_quantized: bool) -> None:
+    matrices: Any = (GATE, UP, DOWN)
+    rounded = matrices
+    if is_quantized:
+        matrices = [quantize(w, range(1, 2), jnp.int8) for w in matrices]
+        rounded = [w.values * w.scale for w in matrices]
     mesh = make_rollout_mesh(PlacementConfig(rollout_tensor=4), jax.devices()[:4])
-    experts = jax.jit(
-        lambda adapter: adapted_experts(
-            sharded_experts(mesh, ROLLOUT_RULES),
-            {"gate": GATE, "up": UP, "down": DOWN},
-            adapter,
-            X,
-            WEIGHTS,
-            CHOSEN,
-        )
+    experts = sharded_experts(mesh, ROLLOUT_RULES)
+    whole = dict(zip(AXES, matrices, strict=True))
+    out = jax.jit(lambda adapter: adapted_experts(experts, whole, adapter, X, WEIGHTS, CHOSEN))(
+        factors()
     )
-    out = experts(factors())
     assert out.shape == (B, T, D)
-    np.testing.assert_allclose(out, merged_experts(factors(), X), atol=1e-5)
+    np.testing.assert_allclose(out, merged_experts(factors(), X, rounded), atol=1e-5)
 
 
 @pytest.mark.parametrize(
