@@ -116,6 +116,9 @@ An adapter of PEFT itself has one A for all targets, which are read with copies 
 
 A matrix of all experts has one pair too, A [E · R, I] and B [O, R · E] (`ParamWrapper` of PEFT)."""
 
+_JOINED_EXPERTS = r".*\.gate_up_proj"
+"""Key of PEFT for the rank of "experts.gate_up_proj", of factors that single experts had."""
+
 _NOTHING = Only((None, {}, [], False))
 """Values for an unset key in the releases of PEFT."""
 
@@ -374,11 +377,17 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> LoRA:
             f"and {alpha!r}"
         )
     known, parameters = get_args(Target), config.get("target_parameters") or []
+    with _open(folder) as file:
+        tensors = [name for name in file.offset_keys() if "." in name]
+    if single := next((name for name in tensors if re.search(r"\.experts\.\d+\.", name)), None):
+        raise ValueError(
+            f"{folder / WEIGHTS}: expected one tensor for all experts of a layer, found {single}; "
+            "load the adapter with PEFT 0.19 or later and transformers 5, which joins them, and "
+            "save it again"
+        )
     if isinstance(targets, str):
         # A regular expression; the tensors say what it has matched.
-        with _open(folder) as file:
-            matched = {name.split(".")[-3] for name in file.offset_keys() if "." in name}
-        targets = sorted(matched - {"experts", "base_layer"})
+        targets = sorted({name.split(".")[-3] for name in tensors} - {"experts", "base_layer"})
     if isinstance(targets, list) or parameters:
         names = [*(targets or []), *map(_target_of_parameter, parameters)]
         targets = [each for name in names for each in _FUSED.get(name, (name,))]
@@ -843,7 +852,11 @@ def _read_json(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"expected a PEFT folder with {CONFIG} at {folder}; set policy.adapter to one"
         )
-    return read_json(path)
+    config = read_json(path)
+    for name in ("rank_pattern", "alpha_pattern"):
+        if _JOINED_EXPERTS in (pattern := config.get(name) or {}):
+            pattern["experts.gate_up_proj"] = pattern.pop(_JOINED_EXPERTS)
+    return config
 
 
 def _open(folder: Path) -> Any:

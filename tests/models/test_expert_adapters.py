@@ -234,6 +234,29 @@ def test_adapter_of_one_parameter_of_experts_has_no_inner_wrapper(
     jax.tree.map(np.testing.assert_array_equal, lora.load(tmp_path, read, placed(read)), adapter)
 
 
+def test_factors_of_single_experts_are_read_where_peft_has_joined_them(tmp_path: Path) -> None:
+    policy = adapted("Qwen3MoeForCausalLM", targets=EXPERTS)
+    adapter = random_adapter(policy)
+    lora.save(tmp_path, policy, adapter, "base")
+    config = json.loads((tmp_path / lora.CONFIG).read_text())
+    # As PEFT 0.21 writes after `_convert_peft_config_moe`.
+    joined = {
+        "target_parameters": ["down_proj", "gate_up_proj"],
+        "rank_pattern": {".*\\.gate_up_proj": 6},
+        "alpha_pattern": {".*\\.gate_up_proj": 10.0},
+    }
+    (tmp_path / lora.CONFIG).write_text(json.dumps(config | joined))
+    read = Policy(policy.config, lora.read_config(tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, lora.load(tmp_path, read, placed(read)), adapter)
+
+    apart = {"target_modules": ["w1"], "target_parameters": None}
+    (tmp_path / lora.CONFIG).write_text(json.dumps(config | apart))
+    name = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1.lora_A.weight"
+    save_file({name: np.zeros((3, 16), np.float32)}, tmp_path / lora.WEIGHTS)
+    with pytest.raises(ValueError, match=r"one tensor for all experts .*experts\.1\.w1.*PEFT"):
+        lora.read_config(tmp_path)
+
+
 def test_gate_and_up_of_experts_belong_together() -> None:
     policy = adapted("MixtralForCausalLM", targets=("experts.gate_proj", "q_proj"))
     expected = r"in one matrix, experts\.gate_up_proj; add experts\.up_proj, or remove the others"
