@@ -1,6 +1,6 @@
 """Records that cross between the host and the decode programs, in numpy only.
 
-Axes: S slots, n decode steps of one dispatch, A top logprobs.
+Axes: S slots, n `engine.tokens_per_dispatch`, A top logprobs.
 """
 
 from __future__ import annotations
@@ -90,14 +90,13 @@ class PrefillChunk(NamedTuple):
 class TokenMasks(NamedTuple):
     """Tokens that slots may sample in a dispatch. Axes: W words of 32 tokens.
 
-    A slot with a grammar samples in the first step only: which tokens may follow then depends on
-    the one sampled.
+    A slot with a grammar samples one token only: which tokens may follow then depends on it.
     """
 
     bits: Int32[Any, "S W"]
-    """Bit v % 32 of word v // 32 says whether a slot may sample token v in the first step."""
-    num_steps: Int32[Any, "S"]
-    """Steps in which each slot samples."""
+    """Bit v % 32 of word v // 32 says whether a slot may sample token v."""
+    num_tokens: Int32[Any, "S"]
+    """Most tokens that each slot samples."""
 
 
 class DecodeOutput(NamedTuple):
@@ -107,7 +106,7 @@ class DecodeOutput(NamedTuple):
     """-1 where a slot sampled nothing."""
     logp: Float32[np.ndarray, "n S"]
     counts: Int32[np.ndarray, "S"]
-    """Number of tokens that each slot sampled, in its first steps."""
+    """Number of tokens that each slot sampled: its first ones."""
     active: Bool[np.ndarray, "S"]
     """Slots that continue."""
     stopped: Bool[np.ndarray, "S"]
@@ -119,6 +118,8 @@ class DecodeOutput(NamedTuple):
     experts: Shaped[np.ndarray, "n S L k"] | None = None
     """Experts of the input of each step, if they are recorded; undefined where a slot sampled
     nothing."""
+    drafts: tuple[Int32[np.ndarray, "S"], Int32[np.ndarray, "S"]] | None = None
+    """With `engine.draft_tokens`: steps in which each slot sampled, and the drafts it verified."""
 
 
 def empty_slots(num_slots: int) -> Shaped[np.ndarray, "S"]:

@@ -36,6 +36,14 @@ class EngineConfig:
         default=8,
         doc="decode steps between two looks at the queue and at newer weights",
     )
+    draft_tokens: int = chz.field(
+        validator=NOT_NEGATIVE,
+        default=0,
+        doc="speculative decoding: drafts that a decode step verifies after each sequence's last "
+        "token, taken from what followed its last tokens before, there or in another sample of "
+        "the prompt; the samples stay those of the policy. 0: off. It pays where a step reads "
+        "memory most of its time, which is on accelerators with few slots",
+    )
     page_tokens: int = chz.field(
         validator=POSITIVE,
         default=16,
@@ -118,3 +126,8 @@ class EngineConfig:
     def max_tokens(self) -> int:
         """Number of tokens of the longest sequence."""
         return self.max_prompt_tokens + self.max_new_tokens
+
+    @property
+    def tokens_per_dispatch(self) -> int:
+        """Most tokens that a sequence samples in a dispatch."""
+        return self.steps_per_dispatch * (1 + self.draft_tokens)

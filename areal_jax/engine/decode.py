@@ -38,7 +38,7 @@ from areal_jax.engine.batch import (
 )
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode_programs import DecodePrograms
-from areal_jax.engine.decode_shapes import DecodeShapes, at_least, doublings
+from areal_jax.engine.decode_shapes import RECORDED_ROWS, DecodeShapes, at_least, doublings
 from areal_jax.engine.decode_state import (
     CONTINUES,
     STOPPED,
@@ -195,6 +195,8 @@ class DecodeEngine:
         yield from (("init",), (same,), ("copy",))
         if self.policy.config.linear is not None:
             yield ("copy_states",)
+        if self.config.draft_tokens:
+            yield ("record",)
         for length, following in pairwise(shapes.view_lengths):
             yield "resize", length, following
             yield "resize", following, length
@@ -250,9 +252,9 @@ class DecodeEngine:
     def init_state(self) -> DecodeState:
         """Allocate the pages that `kv_cache` hands out, empty slots and the shortest view."""
         table = np.zeros((self.config.num_slots, self.pages_per_slot), np.int32)
-        pages, view, recurrent = self.programs.get("init")()
+        pages, view, recurrent, drafts = self.programs.get("init")()
         slots = encode_slots(empty_slots(self.config.num_slots))
-        return DecodeState(pages, view, slots, table, recurrent)
+        return DecodeState(pages, view, slots, table, recurrent, drafts)
 
     def assign_slot(self, state: DecodeState, slots: Shaped[np.ndarray, "S"]) -> DecodeState:
         """Replace the `SLOT` records."""
@@ -368,6 +370,24 @@ class DecodeEngine:
         copied = self.programs.get("copy_states")(state.recurrent, table, counts)
         return state._replace(recurrent=copied)
 
+    def record(
+        self, state: DecodeState, sequences: Mapping[int, tuple[Int32[np.ndarray, "_"], int]]
+    ) -> DecodeState:
+        """Record the sequences that start in slots, for their drafts; `state` is consumed.
+
+        Args:
+            state: State, of an engine with drafts.
+            sequences: Tokens so far, and a checksum of the prompt, by slot.
+        """
+        drafts, items = state.drafts, list(sequences.items())
+        for first in range(0, len(items), RECORDED_ROWS):
+            slots, tokens, prompts = (np.zeros(x.shape, x.dtype) for x in self.shapes.recorded())
+            slots[:] = self.config.num_slots
+            for row, (slot, (sequence, prompt)) in enumerate(items[first : first + RECORDED_ROWS]):
+                slots[row], prompts[row], tokens[row, : len(sequence)] = slot, prompt, sequence
+            drafts = self.programs.get("record")(drafts, slots, tokens, prompts)
+        return state._replace(drafts=drafts)
+
     def insert(self, state: DecodeState, columns: Mapping[int, int]) -> DecodeState:
         """Copy tokens from pages to the view, so that slots can continue after them.
 
@@ -402,7 +422,7 @@ class DecodeEngine:
         sequences: Int32[np.ndarray, "S T"] | None = None,
         masks: TokenMasks | None = None,
     ) -> tuple[DecodeState, Int32[Array, "m S"]]:
-        """Sample up to `steps_per_dispatch` tokens in every active slot; `state` is consumed.
+        """Sample up to `tokens_per_dispatch` tokens in every active slot; `state` is consumed.
 
         Args:
             params: Weights.
@@ -421,8 +441,9 @@ class DecodeEngine:
 
     def fetch(self, packed: Int32[Array, "m S"]) -> DecodeOutput:
         """Wait for the output of a dispatch: one transfer from device to host."""
-        host, steps = np.asarray(packed), self.config.steps_per_dispatch
-        counts, status, last = host[2 * steps : 2 * steps + 3]
+        host, steps = np.asarray(packed), self.config.tokens_per_dispatch
+        num_rows = 2 * steps + (5 if self.config.draft_tokens else 3)
+        counts, status, last, *drafts = host[2 * steps : num_rows]
         top_logprobs, experts = None, None
         if self.config.router_replay:
             shape = self.shapes.experts(steps, host.shape[1])
@@ -431,8 +452,8 @@ class DecodeEngine:
             )
             experts = unpack_experts(host[-num_words:], shape, self.shapes.experts_dtype)
             host = host[:-num_words]
-        if len(host) > 2 * steps + 3:
-            others, others_logp = host[2 * steps + 3 :].reshape(2, steps, MAX_TOP_LOGPROBS, -1)
+        if len(host) > num_rows:
+            others, others_logp = host[num_rows:].reshape(2, steps, MAX_TOP_LOGPROBS, -1)
             top_logprobs = others, others_logp.view(np.float32)
         return DecodeOutput(
             host[:steps],
@@ -443,6 +464,7 @@ class DecodeEngine:
             last,
             top_logprobs,
             experts,
+            (drafts[0], drafts[1]) if drafts else None,
         )
 
     def same_weights(self, old: EngineParams, new: EngineParams) -> bool:
@@ -459,7 +481,7 @@ class DecodeEngine:
         return np.flatnonzero(~is_same).tolist()
 
     def _view_length(self, state: DecodeState) -> int:
-        return state.view[0][0].shape[3] - self.config.steps_per_dispatch if state.view else 0
+        return state.view[0][0].shape[3] - self.config.tokens_per_dispatch if state.view else 0
 
     def _prefill_batch(
         self, by_shard: Sequence[Sequence[PrefillChunk]], rows_per_shard: int, length: int

@@ -20,6 +20,8 @@ from areal_jax.engine.decode_shapes import DecodeShapes, shardings_of
 from areal_jax.engine.decode_state import DecodeState, EngineParams, read_field
 from areal_jax.engine.decode_step import generate
 from areal_jax.engine.decode_view import insert_pages, resize
+from areal_jax.engine.drafted_step import generate_drafted
+from areal_jax.engine.drafts import record_sequences
 from areal_jax.engine.prefill import copy_pages, copy_states, encode, extend, prefill
 from areal_jax.engine.scoring import Scores, score
 from areal_jax.models.adapted import AdapterStack, assign_rows
@@ -61,8 +63,8 @@ class DecodePrograms:
 
         Args:
             verb: `init`, `generate`, `generate_masked`, `prefill`, `extend`, `prefill_images`,
-                `extend_images`, `encode`, `copy`, `copy_states`, `insert`, `resize`, `score`,
-                `same_weights`, `same_adapters` or `same_tower`.
+                `extend_images`, `encode`, `copy`, `copy_states`, `record`, `insert`, `resize`,
+                `score`, `same_weights`, `same_adapters` or `same_tower`.
             shape: View length and mode of `generate` and `generate_masked`; rows and tokens of
                 `prefill` and `extend`; patches of `encode`; tokens and view length of `insert`;
                 both lengths of `resize`; tokens of `score`.
@@ -75,7 +77,7 @@ class DecodePrograms:
         match verb, *shape:
             case ("init",):
                 view = shapes.view(shapes.view_lengths[0] if shapes.view_lengths else 0)
-                zeros = pages, view, shapes.recurrent()
+                zeros = pages, view, shapes.recurrent(), shapes.drafts()
                 return _lower(
                     lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros), (), zeros
                 )
@@ -107,7 +109,7 @@ class DecodePrograms:
                 insert = partial(
                     insert_pages,
                     num_pages=math.ceil(tokens / shapes.config.page_tokens),
-                    first=shapes.config.steps_per_dispatch,
+                    first=shapes.config.tokens_per_dispatch,
                 )
                 arguments = view, pages, table, *shapes.shard_lists(1)
                 return self._lower_on_shards(insert, arguments, view)
@@ -116,6 +118,10 @@ class DecodePrograms:
                 return _lower(
                     lambda view: jax.tree.map(resize, view, after), (shapes.view(length),), after
                 )
+            case ("record",):
+                drafts = shapes.drafts()
+                arguments = drafts, *shapes.recorded()
+                return _lower(record_sequences, arguments, drafts, donate=0)
             case "encode", patches:
                 vision = shapes.policy.config.vision
                 assert vision is not None
@@ -155,6 +161,7 @@ class DecodePrograms:
         shapes, num_slots = self._shapes, self._shapes.config.num_slots
         packed = shapes.array((1, num_slots), jnp.int32, None, "slots")
         state, sequences = shapes.state(length), None
+        sample = generate_drafted if shapes.config.draft_tokens else generate
         if mode == SamplingMode.SHAPED:
             sequences = shapes.array((num_slots, shapes.config.max_tokens), jnp.int32, "slots")
         arguments = shapes.params, state, sequences, shapes.masks() if masked else None
@@ -162,9 +169,9 @@ class DecodePrograms:
         def run(params: EngineParams, state: DecodeState, *more: Any) -> Any:
             adapters, active = (read_field(state.slots, each) for each in ("adapter", "active"))
             own = assign_rows(params, adapters, active > 0)
-            return generate(shapes, mode, own, state, *more)
+            return sample(shapes, mode, own, state, *more)
 
-        plain = partial(generate, shapes, mode)
+        plain = partial(sample, shapes, mode)
         function = run if shapes.num_adapters else plain
         return _lower(function, arguments, (state, packed), donate=1)
 

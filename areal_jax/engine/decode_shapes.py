@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from areal_jax.engine.batch import SLOT, TokenMasks
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode_state import DecodeState, EngineParams, Reader, lay_out_params
+from areal_jax.engine.drafts import DraftState
 from areal_jax.models import lora
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.delta_rule import RecurrentState, state_shapes
@@ -46,6 +47,10 @@ SHORTEST_PREFILL, SHORTEST_VIEW = 32, 128
 PREFILL_ROWS, PREFILL_TOKENS = 8, 8192
 """Limits of one prefill call per device: enough to fill a device, and little enough for its
 memory."""
+
+
+RECORDED_ROWS = 8
+"""Sequences of one call that records their tokens."""
 
 
 class DecodeShapes:
@@ -111,12 +116,19 @@ class DecodeShapes:
                 f"engine.router_replay=true: {policy.config.architecture} has no experts; set it "
                 "to false"
             )
+        if config.draft_tokens and policy.config.linear is not None:
+            raise ValueError(
+                f"engine.draft_tokens={config.draft_tokens}: {policy.config.architecture} has "
+                "linear attention, whose state cannot go back behind a rejected draft; set it to 0"
+            )
         # The last token is never fed, so it needs no column.
         most = config.max_tokens - 1
         self.num_shards = mesh.shape["data"]
         self.pages_per_slot = math.ceil(most / config.page_tokens)
         self.pages_per_shard = self._pages_per_shard()
-        self.insert_lengths = doublings(SHORTEST_PREFILL, most)
+        # The drafts of a dispatch may reach beyond the longest sequence.
+        beyond = config.tokens_per_dispatch if config.draft_tokens else 0
+        self.insert_lengths = doublings(SHORTEST_PREFILL, most + beyond)
         longer = [length for length in self.insert_lengths if length >= SHORTEST_VIEW]
         self.view_lengths = (longer or self.insert_lengths[-1:]) if self.reader == "view" else []
         if config.batch_invariant == "full":
@@ -171,7 +183,7 @@ class DecodeShapes:
         if self.reader != "view":
             return ()
         model, (num_heads, head_dim) = self.policy.config, self._cached_heads()
-        columns = self.config.steps_per_dispatch + length
+        columns = self.config.tokens_per_dispatch + length
         shape, axes = (self.config.num_slots, num_heads), ("slots", "kv_heads")
         keys = self.array((*shape, head_dim, columns), self.compute_dtype, *axes)
         values = self.array((*shape, columns, head_dim), self.compute_dtype, *axes)
@@ -202,7 +214,24 @@ class DecodeShapes:
         """Return the shapes of a whole state."""
         slots = self.array((self.config.num_slots, SLOT.itemsize // 4), jnp.int32, "slots")
         view, table = self.view(view_length), self.table()
-        return DecodeState(self.pages(), view, slots, table, self.recurrent())
+        return DecodeState(self.pages(), view, slots, table, self.recurrent(), self.drafts())
+
+    def drafts(self) -> DraftState | None:
+        """Return the shapes of the tokens from which drafts are taken; None without drafts."""
+        config = self.config
+        if not config.draft_tokens:
+            return None
+        # With room for the drafts after the last token of the longest sequence.
+        shape = config.num_slots, config.max_tokens + 1 + config.draft_tokens
+        prompts = self.array(shape[:1], jnp.int32, "slots")
+        return DraftState(self.array(shape, jnp.int32, "slots"), prompts)
+
+    def recorded(self) -> tuple[Any, Any, Any]:
+        """Return the shapes of slots, tokens and prompts of recorded sequences."""
+        drafts = self.drafts()
+        assert drafts is not None
+        rows = self.array((RECORDED_ROWS,), jnp.int32)
+        return rows, self.array((RECORDED_ROWS, drafts.history.shape[1]), jnp.int32), rows
 
     def table(self) -> Any:
         """Return the shape of the page table of all slots."""
@@ -335,6 +364,12 @@ def _check(config: EngineConfig, mesh: Mesh) -> None:
             f"engine.num_slots={config.num_slots} is not divisible by the {mesh.shape['data']} "
             "rollout devices that share the slots; set engine.num_slots to a multiple of "
             f"{mesh.shape['data']}"
+        )
+    if config.batch_invariant != "off" and config.draft_tokens:
+        raise ValueError(
+            f"engine.draft_tokens={config.draft_tokens} with engine.batch_invariant: how many "
+            "drafts are accepted changes what a step computes, and so its bits; set "
+            "engine.draft_tokens=0"
         )
     if config.batch_invariant != "off" and config.kv_tokens:
         raise ValueError(

@@ -1,7 +1,7 @@
 """State of decoding on the devices: KV-cache pages, the view of them, and the slot records.
 
 Axes: S slots, F fields of a slot, C columns of the view, K key-value heads, H head size, M pages of
-a slot's table, n decode steps of one dispatch.
+a slot's table, n `engine.tokens_per_dispatch`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int32, Shaped
 
 from areal_jax.engine.batch import SLOT
+from areal_jax.engine.drafts import DraftState
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Params, Policy, is_stacked
 from areal_jax.models.delta_rule import RecurrentState
@@ -62,6 +63,8 @@ class DecodeState(NamedTuple):
     """Pages of each slot's sequence, numbered within its data shard."""
     recurrent: tuple[RecurrentState, ...] = ()
     """State of each slot's sequence, by layer with linear attention; such layers have no pages."""
+    drafts: DraftState | None = None
+    """Present with `engine.draft_tokens`."""
 
 
 def join_caches(config: ModelConfig, attended: Iterable[Any], recurrent: Iterable[Any]) -> Any:

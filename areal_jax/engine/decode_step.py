@@ -1,7 +1,9 @@
-"""One dispatch of decoding: up to `steps_per_dispatch` tokens for every active slot.
+"""One dispatch of decoding: up to `tokens_per_dispatch` tokens for every active slot.
 
-Axes: S slots, F fields of a slot, C columns of the view, D width, V vocabulary, T tokens, n decode
-steps of one dispatch, A top logprobs.
+`drafted_step.py` has the steps with drafts.
+
+Axes: S slots, F fields of a slot, C columns of the view, D width, V vocabulary, T tokens, U tokens
+that a step feeds, n `engine.tokens_per_dispatch` or, of one step with drafts, U, A top logprobs.
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ def generate(
         sequences: In mode SHAPED, the tokens so far of slots with penalties; -1 elsewhere.
         masks: Tokens that slots may sample; None: all.
     """
-    return _Dispatch(shapes, mode, params, state, sequences, masks).run()
+    return Dispatch(shapes, mode, params, state, sequences, masks).run()
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """State between two decode steps of a dispatch."""
 
     cache: Any
@@ -75,10 +77,10 @@ class _Step(NamedTuple):
     top_logprobs: tuple[Int32[Array, "n A S"], Float32[Array, "n A S"]]
     """Most likely tokens and their log-probs; empty in cheaper modes."""
     experts: Shaped[Array, "n S L k"] | None
-    """Experts of each step's input, if they are recorded."""
+    """Experts of the input of each token, if they are recorded."""
 
 
-class _Dispatch:
+class Dispatch:
     """A dispatch during tracing: the constants of its steps, and the step.
 
     The class has more than 200 lines because all parts of a step read these constants.
@@ -94,68 +96,68 @@ class _Dispatch:
         masks: TokenMasks | None,
     ):
         self._shapes, self._mode, self._params, self._state = shapes, mode, params, state
-        self._num_steps = shapes.config.steps_per_dispatch
+        self.num_tokens = shapes.config.tokens_per_dispatch
         self._reads_view = shapes.reader == "view"
-        self._position = self._field("position")
-        self._rope_position = self._position
+        self.position = self.field("position")
+        self.rope_position = self.position
         if shapes.policy.config.vision is not None:
-            self._rope_position = self._position + self._field("rope_offset")
-        self._temperature = self._field("temperature")
-        self._slot_steps, self._allowed = None, None
+            self.rope_position = self.position + self.field("rope_offset")
+        self._temperature = self.field("temperature")
+        self.slot_tokens, self._allowed = None, None
         if masks is not None:
-            self._slot_steps = masks.num_steps
+            self.slot_tokens = masks.num_tokens
             self._allowed = sampling.unpack_bits(masks.bits, shapes.policy.config.vocab_size)
-        self._stop_tokens = self._field("stop_tokens")
+        self._stop_tokens = self.field("stop_tokens")
         self._in_prompt, self._num_top_logprobs = None, 0
-        self._initial_counts = jnp.zeros((len(self._position), 0), jnp.int32)
+        self._initial_counts = jnp.zeros((len(self.position), 0), jnp.int32)
         if sequences is not None:
-            is_prompt = jnp.arange(sequences.shape[1]) < self._field("num_prompt_tokens")[:, None]
+            is_prompt = jnp.arange(sequences.shape[1]) < self.field("num_prompt_tokens")[:, None]
             size, self._num_top_logprobs = shapes.policy.config.vocab_size, MAX_TOP_LOGPROBS
             self._in_prompt = sampling.count_tokens(jnp.where(is_prompt, sequences, -1), size) > 0
             self._initial_counts = sampling.count_tokens(jnp.where(is_prompt, -1, sequences), size)
         self._head = shapes.policy.head(params)
-        self._steps = jnp.arange(self._num_steps, dtype=jnp.int32)
+        self.steps = jnp.arange(self.num_tokens, dtype=jnp.int32)
         columns = jnp.arange(
-            state.view[0][0].shape[3] - self._num_steps if state.view else 0, dtype=jnp.int32
+            state.view[0][0].shape[3] - self.num_tokens if state.view else 0, dtype=jnp.int32
         )
-        self._past = columns < self._position[:, None]
+        self.past = columns < self.position[:, None]
         # Position in its sequence of the token in each column.
-        self._positions = jnp.concatenate(
+        self.positions = jnp.concatenate(
             [
-                self._position[:, None] + self._steps,
-                jnp.broadcast_to(columns, self._past.shape),
+                self.position[:, None] + self.steps,
+                jnp.broadcast_to(columns, self.past.shape),
             ],
             axis=1,
         )
         self._uniforms = sampling.uniforms(
-            self._field("seed"), self._field("sample"), self._position[:, None] + 1 + self._steps
+            self.field("seed"), self.field("sample"), self.position[:, None] + 1 + self.steps
         )
 
     def run(self) -> tuple[DecodeState, Int32[Array, "m S"]]:
         """Run all steps."""
-        started, remaining = self._field("active") > 0, self._field("remaining")
-        first = self._first_step(started, remaining)
+        started, remaining = self.field("active") > 0, self.field("remaining")
+        first = self.first_step(started, remaining)
         # No step without an active slot: a dispatch in which all have ended costs almost nothing.
         most = remaining
-        if self._slot_steps is not None:
-            most = jnp.minimum(remaining, self._slot_steps)
-        most = jnp.minimum(self._num_steps, jnp.max(most * started))
-        return self._finish(jax.lax.fori_loop(0, most, self._step, first), started)
+        if self.slot_tokens is not None:
+            most = jnp.minimum(remaining, self.slot_tokens)
+        most = jnp.minimum(self.num_tokens, jnp.max(most * started))
+        return self.finish(jax.lax.fori_loop(0, most, self._step, first), started)
 
-    def _field(self, name: str) -> Shaped[Array, "S ..."]:
+    def field(self, name: str) -> Shaped[Array, "S ..."]:
         return read_field(self._state.slots, name)
 
-    def _first_step(self, started: Bool[Array, "S"], remaining: Int32[Array, "S"]) -> _Step:
-        tokens = jnp.full((self._num_steps, len(started)), -1, jnp.int32)
-        logp = jnp.zeros((self._num_steps, len(started)), jnp.float32)
-        shape = self._num_steps, self._num_top_logprobs, len(started)
-        return _Step(
+    def first_step(self, started: Bool[Array, "S"], remaining: Int32[Array, "S"]) -> Step:
+        tokens = jnp.full((self.num_tokens, len(started)), -1, jnp.int32)
+        logp = jnp.zeros((self.num_tokens, len(started)), jnp.float32)
+        shape = self.num_tokens, self._num_top_logprobs, len(started)
+        return Step(
             join_caches(
                 self._shapes.policy.config,
                 self._state.view if self._reads_view else self._state.pages,
                 self._state.recurrent,
             ),
-            self._field("token"),
+            self.field("token"),
             started,
             remaining,
             jnp.zeros_like(started),
@@ -168,70 +170,113 @@ class _Dispatch:
             else None,
         )
 
-    def _step(self, i: Int32[Array, ""], carry: _Step) -> _Step:
-        cache, token, active, remaining, _, tokens, logps, token_counts, top_logprobs, ids = carry
+    def _step(self, i: Int32[Array, ""], carry: Step) -> Step:
+        active, ids = carry.active, carry.experts
         # Slots that sample in this step. Those with a grammar wait from the second one on.
-        samples = active if self._slot_steps is None else active & (i < self._slot_steps)
+        samples = active if self.slot_tokens is None else active & (i < self.slot_tokens)
+        hidden, cache, chosen = self.feed(
+            carry,
+            carry.token[:, None],
+            (self.rope_position + i)[:, None],
+            self._attention(i, samples),
+            samples.astype(jnp.int32),
+        )
+        if ids is not None:
+            assert chosen is not None
+            ids = ids.at[i].set(chosen[:, 0])
+        fed = carry._replace(cache=cache, experts=ids)
+        return self.sample(i, i, fed, self.logits(hidden[:, 0]), samples)
+
+    def feed(
+        self,
+        carry: Step,
+        tokens: Int32[Array, "S U"],
+        positions: Int32[Array, "S U"],
+        attend: Attend,
+        counts: Int32[Array, "S"],
+    ) -> tuple[Float[Array, "S U D"], Any, Shaped[Array, "S U L k"] | None]:
+        """Return hidden states and caches after the tokens, and their experts if recorded."""
         hidden, cache, routing = self._shapes.policy.hidden(
             self._params,
-            token[:, None],
-            (self._rope_position + i)[:, None],
-            self._attention(i, samples),
-            cache,
+            tokens,
+            positions,
+            attend,
+            carry.cache,
             compute_dtype=self._shapes.compute_dtype,
             unroll=True,
             experts=sharded_experts(self._shapes.mesh, ROLLOUT_RULES),
             recur=sharded_recurrence(self._shapes.mesh, ROLLOUT_RULES),
-            num_tokens=samples.astype(jnp.int32),
-            records_experts=ids is not None,
+            num_tokens=counts,
+            records_experts=carry.experts is not None,
             absorbs=True,
         )
-        if ids is not None:
-            chosen = recorded_experts(routing)
-            assert chosen is not None
-            ids = ids.at[i].set(chosen[:, 0])
-        logits = self._process(i, self._logits(hidden[:, 0]), token_counts)
-        sampled, logp = sampling.sample_tokens(logits, self._uniforms[:, i], self._temperature)
+        return hidden, cache, None if carry.experts is None else recorded_experts(routing)
+
+    def sample(
+        self,
+        row: Int32[Array, ""],
+        i: Int32[Array, "..."],
+        carry: Step,
+        logits: Float32[Array, "S V"],
+        samples: Bool[Array, "S"],
+    ) -> Step:
+        """Sample a token in some slots.
+
+        Args:
+            row: Row of the token among those of `carry`.
+            i: Tokens that the dispatch has sampled before, of all slots or of each.
+            carry: State after the tokens before it were fed.
+            logits: Logits of the token.
+            samples: Slots that sample.
+        """
+        _, token, active, remaining, _, tokens, logps, token_counts, top_logprobs, _ = carry
+        logits = self._process(i, logits, token_counts)
+        uniform = (
+            self._uniforms[:, i]
+            if i.ndim == 0
+            else jnp.take_along_axis(self._uniforms, i[:, None], axis=1)[:, 0]
+        )
+        sampled, logp = sampling.sample_tokens(logits, uniform, self._temperature)
         if self._in_prompt is not None:
             token_counts = token_counts.at[jnp.arange(len(sampled)), sampled].add(samples)
             likely, likely_logp = sampling.most_likely(
                 logits, self._temperature, self._num_top_logprobs
             )
             top_logprobs = (
-                top_logprobs[0].at[i].set(likely.T),
-                top_logprobs[1].at[i].set(likely_logp.T),
+                top_logprobs[0].at[row].set(likely.T),
+                top_logprobs[1].at[row].set(likely_logp.T),
             )
         # A slot that has ended or waits is fed its last token again, and samples nothing.
         token = jnp.where(samples, sampled, token)
         remaining = remaining - samples
         stopped = (token[:, None] == self._stop_tokens).any(-1)
         continues = active & ~stopped & (remaining > 0)
-        return _Step(
-            cache,
+        return Step(
+            carry.cache,
             token,
             continues,
             remaining,
             stopped,
-            tokens.at[i].set(jnp.where(samples, sampled, -1)),
-            logps.at[i].set(jnp.where(samples, logp, 0)),
+            tokens.at[row].set(jnp.where(samples, sampled, -1)),
+            logps.at[row].set(jnp.where(samples, logp, 0)),
             token_counts,
             top_logprobs,
-            ids,
+            carry.experts,
         )
 
     def _attention(self, i: Int32[Array, ""], active: Bool[Array, "S"]) -> Attend:
         """Return the attention of step `i` to the view or to the pages."""
         reader = self._shapes.reader
         if reader == "view":
-            fresh = jnp.broadcast_to(self._steps <= i, (self._past.shape[0], self._num_steps))
+            fresh = jnp.broadcast_to(self.steps <= i, (self.past.shape[0], self.num_tokens))
             return attend_to_view(
                 i,
-                jnp.concatenate([fresh, self._past], axis=1),
-                (self._position + i)[:, None] - self._positions,
+                jnp.concatenate([fresh, self.past], axis=1),
+                (self.position + i)[:, None] - self.positions,
                 self._shapes.kv_dtype,
             )
         # A slot that samples nothing writes nothing, and reads almost nothing.
-        starts = jnp.where(active, self._position + i, 0)
+        starts = jnp.where(active, self.position + i, 0)
         return paged_attention(
             self._state.table,
             starts,
@@ -241,7 +286,7 @@ class _Dispatch:
             ROLLOUT_RULES,
         )
 
-    def _logits(self, hidden: Float[Array, "S D"]) -> Float32[Array, "S V"]:
+    def logits(self, hidden: Float[Array, "S D"]) -> Float32[Array, "S V"]:
         logits = jnp.matmul(hidden, self._head, preferred_element_type=jnp.float32)
         # Each tensor shard computes its part of the vocabulary. Sampling reads the whole, whatever
         # the mesh.
@@ -251,10 +296,13 @@ class _Dispatch:
         return logits
 
     def _process(
-        self, i: Int32[Array, ""], logits: Float32[Array, "S V"], token_counts: Int32[Array, "S _"]
+        self,
+        i: Int32[Array, "..."],
+        logits: Float32[Array, "S V"],
+        token_counts: Int32[Array, "S _"],
     ) -> Float32[Array, "S V"]:
         """Apply masks, penalties, forbidden stop tokens and filters, as the mode asks."""
-        field = self._field
+        field = self.field
         if self._allowed is not None:
             logits = jnp.where(self._allowed, logits, -jnp.inf)
         if self._in_prompt is not None:
@@ -263,7 +311,7 @@ class _Dispatch:
             )
             logits = sampling.penalize(logits, self._in_prompt, token_counts, *penalties)
             logits = sampling.forbid(
-                logits, self._stop_tokens, self._position + 1 + i < field("stops_from")
+                logits, self._stop_tokens, self.position + 1 + i < field("stops_from")
             )
         if self._mode >= SamplingMode.FILTERED:
             logits = sampling.keep_most_likely(
@@ -271,11 +319,11 @@ class _Dispatch:
             )
         return logits
 
-    def _finish(
-        self, last: _Step, started: Bool[Array, "S"]
+    def finish(
+        self, last: Step, started: Bool[Array, "S"]
     ) -> tuple[DecodeState, Int32[Array, "m S"]]:
         """Return the next state and the packed output."""
-        state, num_steps = self._state, self._num_steps
+        state, num_tokens = self._state, self.num_tokens
         cache, token, active, remaining, stopped, tokens, logp, _, others, ids = last
         status = jnp.where(active, CONTINUES, jnp.where(started & stopped, STOPPED, 0)).astype(
             jnp.int32
@@ -288,7 +336,7 @@ class _Dispatch:
             packed.append(pack_experts(ids))
         now = {
             "token": token,
-            "position": self._position + counts,
+            "position": self.position + counts,
             "remaining": remaining,
             "active": active.astype(jnp.int32),
         }
@@ -301,13 +349,11 @@ class _Dispatch:
             return following, jnp.concatenate(packed)
         computed = [
             (
-                keys[..., :num_steps].transpose(0, 3, 1, 2),
-                None if values is None else values[:, :, :num_steps].swapaxes(1, 2),
+                keys[..., :num_tokens].transpose(0, 3, 1, 2),
+                None if values is None else values[:, :, :num_tokens].swapaxes(1, 2),
             )
             for keys, values in cache
         ]
-        pages = write_pages(
-            self._shapes, state.pages, computed, state.table, self._position, counts
-        )
-        view = settle(cache, self._position, num_steps)
+        pages = write_pages(self._shapes, state.pages, computed, state.table, self.position, counts)
+        view = settle(cache, self.position, num_tokens)
         return DecodeState(pages, view, slots, state.table, recurrent), jnp.concatenate(packed)

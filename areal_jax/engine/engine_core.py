@@ -62,7 +62,7 @@ class EngineCore:
         self._log_experts = self.scheduler.experts and self.scheduler.experts.log_prefill
         self._masker: TokenMasker | None = None
         if grammars is not None:
-            sizes = engine.config.num_slots, engine.config.steps_per_dispatch
+            sizes = engine.config.num_slots, engine.config.tokens_per_dispatch
             self._masker = TokenMasker(grammars, *sizes)
         self._masks: TokenMasks | None = None
         self.weights = Weights(NO_VERSION, None)
@@ -133,6 +133,11 @@ class EngineCore:
         self._state = engine.copy_states(self._state, insert.states)
         self._sync_page_table()
         self._state = engine.insert(self._state, insert.num_tokens)
+        if engine.config.draft_tokens:
+            started = {slot: scheduler.running[slot] for slot in insert.num_tokens}
+            self._state = engine.record(
+                self._state, {slot: (each.tokens(), each.prompt) for slot, each in started.items()}
+            )
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         self._metrics.count("prefill_tokens", num_tokens)
         self._metrics.event("prefill", start_s, time.perf_counter(), tokens=num_tokens)
@@ -207,14 +212,12 @@ class EngineCore:
         if device_continues:
             metrics.count("host_gap_us", 0.0)
         self._device_idle_since = None if device_continues else end_s
-        ended, num_tokens = scheduler.process_outputs(output, version), int(output.counts.sum())
+        ended = scheduler.process_outputs(output, version)
         # Counted before requests are resolved, so that their tokens are in the metrics by then.
         table = scheduler.cache.table
+        num_tokens = metrics.count_output(output, self._engine.config.steps_per_dispatch)
         self.num_tokens += num_tokens
-        metrics.count("tokens", num_tokens)
-        metrics.count("dispatches", 1)
         metrics.count("kv_used", table.num_used, table.size)
-        metrics.count("occupancy", num_tokens, output.tokens.size)
         metrics.event("dispatch", in_flight.start_s, end_s, version=version, tokens=num_tokens)
         for sequence, reason in ended:
             scheduler.finish(sequence, reason)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from areal_jax.engine.batch import DecodeOutput
 from areal_jax.engine.routing import TOTALS
 
 Event: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None]
@@ -30,6 +31,18 @@ class EngineMetrics:
             sums[0] += amount
             sums[1] += weight
 
+    def count_output(self, output: DecodeOutput, num_steps: int) -> int:
+        """Count the output of a dispatch of `num_steps` decode steps; return its tokens."""
+        num_tokens = num_samples = int(output.counts.sum())
+        self.count("tokens", num_tokens)
+        self.count("dispatches", 1)
+        if output.drafts is not None:
+            num_samples, num_drafts = (int(each.sum()) for each in output.drafts)
+            self.count("draft_tokens", num_drafts)
+            self.count("accepted_draft_tokens", num_tokens - num_samples)
+        self.count("occupancy", num_samples, num_steps * len(output.counts))
+        return num_tokens
+
     def event(self, name: str, start_s: float, end_s: float, **args: int | float) -> None:
         """Report an event to the listener."""
         if self._on_event is not None:
@@ -41,7 +54,7 @@ class EngineMetrics:
         The quotient of the two is the mean or the rate.
 
         tokens, dispatches, swaps, requests, prefill_tokens, recompute_tokens, preemptions,
-        compilations: counts (weight 1).
+        draft_tokens, accepted_draft_tokens, compilations: counts (weight 1).
         kv_used: share of the KV cache's pages in use, by dispatch.
         tokens_per_s: over the time since the last call.
         occupancy: share of slot-steps that sampled a token.

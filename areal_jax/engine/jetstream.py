@@ -377,6 +377,10 @@ def _check(engine: DecodeEngine, sampling: Sampling) -> None:
             f"expected engine.steps_per_dispatch=1, found {config.steps_per_dispatch}: "
             "JetStream counts steps"
         )
+    if config.draft_tokens:
+        raise ValueError(
+            f"expected engine.draft_tokens=0, found {config.draft_tokens}: JetStream counts tokens"
+        )
     if config.kv_tokens:
         raise ValueError(
             f"expected engine.kv_tokens=0, found {config.kv_tokens}: JetStream preempts nothing"

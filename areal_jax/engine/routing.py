@@ -25,6 +25,8 @@ TOTALS = (
         "prefill_tokens",
         "recompute_tokens",
         "preemptions",
+        "draft_tokens",
+        "accepted_draft_tokens",
         "wait_s",
     ),
     *("tokens_per_s", "compilations"),

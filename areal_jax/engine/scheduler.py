@@ -54,7 +54,9 @@ class Scheduler:
             has_states=has_states,
             batch_invariant=config.batch_invariant != "off",
         )
-        self.slots = SlotTable(config.num_slots, config.max_new_tokens, config.steps_per_dispatch)
+        self.slots = SlotTable(
+            config.num_slots, config.max_new_tokens, config.steps_per_dispatch, config.draft_tokens
+        )
         self.waiting: OrderedDict[str, SequenceGroup] = OrderedDict()
         """Groups with sequences that wait for a slot, by request id, in order of admission."""
         # Waiting groups whose prompts are open to their other sequences, by request id.
@@ -110,7 +112,7 @@ class Scheduler:
             sequence, slot = group.waiting[0], self._free_slots[shard][-1]
             num_sampled = len(sequence.sampled.tokens)
             num_new = min(
-                group.request.sampling.max_new_tokens - num_sampled, config.steps_per_dispatch
+                group.request.sampling.max_new_tokens - num_sampled, config.tokens_per_dispatch
             )
             num_others = len(cache.table.slots(shard)) - len(self._free_slots[shard])
             is_shared = not num_sampled and (len(group.waiting) > 1 or shard in group.prompts)

@@ -5,6 +5,7 @@ Axes: T tokens of a sequence.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -102,6 +103,11 @@ class Sequence:
             assert self.slot is not None
             parts.append(self.log.tokens(self.slot))
         return np.concatenate(parts)
+
+    @property
+    def prompt(self) -> int:
+        """Checksum of the prompt."""
+        return zlib.crc32(self.request.prompt_tokens.tobytes()) >> 1
 
     @property
     def num_tokens(self) -> int:

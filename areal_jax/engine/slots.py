@@ -34,11 +34,14 @@ _COPIED_FIELDS = (
 class SlotTable:
     """Sampling parameters and progress of the running sequence of each slot, and the token log."""
 
-    def __init__(self, num_slots: int, max_new_tokens: int, steps_per_dispatch: int):
+    def __init__(
+        self, num_slots: int, max_new_tokens: int, steps_per_dispatch: int, draft_tokens: int = 0
+    ):
         self.active = np.zeros(num_slots, bool)
         self.changed = False
         """Whether `records` differ from the device's: the owner copies them and resets this."""
-        self.log = TokenLog(num_slots, max_new_tokens, steps_per_dispatch)
+        most = steps_per_dispatch * (1 + draft_tokens)
+        self.log = TokenLog(num_slots, max_new_tokens, most, has_drafts=draft_tokens > 0)
         self._settings = empty_slots(num_slots)
         # Of each slot: last token of its sequence, cached tokens when it was assigned, and tokens
         # that it may sample from then on.
@@ -46,7 +49,8 @@ class SlotTable:
         self._assigned_at = np.zeros(num_slots, np.int32)
         self._budget = np.zeros(num_slots, np.int32)
         self._modes = np.full(num_slots, SamplingMode.PLAIN)
-        self._steps = steps_per_dispatch
+        # Most tokens of a slot in a dispatch, and columns of the view that it needs after them.
+        self._most, self._beyond = most, most if draft_tokens else 0
 
     def assign_slot(self, sequence: Sequence) -> None:
         """Let a sequence run in its slot, after the tokens that it has sampled before."""
@@ -112,16 +116,16 @@ class SlotTable:
         Returns:
             Counts by slot; 0 for inactive slots.
         """
-        most = self.log.counts + self._steps * (num_ahead + 1)
+        most = self.log.counts + self._most * (num_ahead + 1)
         return self.active * (self._assigned_at + np.minimum(self._budget, most))
 
     def num_columns(self, num_ahead: int = 0) -> int:
-        """Return the maximum of `ends`, at least 1."""
-        return max(int(self.ends(num_ahead).max()), 1)
+        """Return the columns that the view needs for the next dispatch, at least 1."""
+        return max(int(self.ends(num_ahead).max()) + self._beyond, 1)
 
     def num_lasting(self) -> int:
         """Count active slots whose budget outlasts the next dispatch."""
-        return int((self.active & (self.log.counts + self._steps < self._budget)).sum())
+        return int((self.active & (self.log.counts + self._most < self._budget)).sum())
 
     def mode(self) -> SamplingMode:
         """Return the highest sampling mode of any slot."""

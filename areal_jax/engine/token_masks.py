@@ -18,8 +18,8 @@ from areal_jax.errors import InvalidRequest
 class TokenMasker:
     """Computes the masks of a dispatch. Used by the engine thread only."""
 
-    def __init__(self, grammars: Grammars, num_slots: int, steps_per_dispatch: int):
-        self._grammars, self._steps = grammars, steps_per_dispatch
+    def __init__(self, grammars: Grammars, num_slots: int, tokens_per_dispatch: int):
+        self._grammars, self._most = grammars, tokens_per_dispatch
         self._shape = num_slots, -(-grammars.vocab_size // 32)
 
     def masks(
@@ -32,10 +32,10 @@ class TokenMasker:
         """
         # A new array, because one on a CPU device may share memory with the host's.
         bits, failed = np.full(self._shape, -1, np.int32), dict[str, InvalidRequest]()
-        num_steps = np.full(self._shape[0], self._steps, np.int32)
+        num_tokens = np.full(self._shape[0], self._most, np.int32)
         for sequence in sequences:
             assert sequence.slot is not None
-            num_steps[sequence.slot] = 1
+            num_tokens[sequence.slot] = 1
             try:
                 if sequence.matcher is None:
                     sequence.matcher = self._grammars.matcher(sequence.request.sampling.grammar)
@@ -44,4 +44,4 @@ class TokenMasker:
                 sequence.matcher.allowed(bits[sequence.slot])
             except InvalidRequest as error:
                 failed[sequence.request.id] = error
-        return TokenMasks(bits, num_steps), failed
+        return TokenMasks(bits, num_tokens), failed

@@ -9,6 +9,7 @@ P pages, p tokens of a page, M pages of a table, W tokens of a block of pages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -215,6 +216,26 @@ def attend_to_pages(
     )
 
 
+def _attend_as_rows(
+    read: Callable[..., Array],
+    q: Float[Array, "B T N H"],
+    pages: Pages,
+    table: Int[Array, "B M"],
+    starts: Int[Array, "B"],
+    sinks: Float[Array, "N"] | None,
+    window: int | None,
+) -> Float[Array, "B T N H"]:
+    """Attend by a kernel for one new token per row: each token is a row with the same pages."""
+    B, T, N, H = q.shape
+    places = starts[:, None] + jnp.arange(T, dtype=jnp.int32)
+    # Drafts beyond the longest sequence are never accepted.
+    places = jnp.minimum(places, table.shape[1] * pages.keys.shape[2] - 1).reshape(-1)
+    rows = q.reshape(B * T, 1, N, H)
+    return read(rows, pages, jnp.repeat(table, T, axis=0), places, sinks, window=window).reshape(
+        q.shape
+    )
+
+
 def choose_paged_kernel(
     platform: str, head_dim: int, page_tokens: int, *, is_latent: bool = False
 ) -> PagedKernel:
@@ -293,6 +314,8 @@ def paged_attention(
     ) -> Array:
         if kernel == "plain":
             return attend_to_pages(q, pages, table, starts, window, sinks)
+        if q.shape[1] > 1:
+            return _attend_as_rows(read, q, pages, table, starts, sinks, window)
         attend_last = gpu_paged_attention if kernel == "gpu" else tpu_paged_attention
         return attend_last(q[:, 0], *pages, table, starts + 1, window=window, sinks=sinks)[:, None]
 

@@ -190,7 +190,7 @@ def engine_jobs(plan: Plan) -> Iterator[Job]:
             # An update brings the next weights while these decode.
             beside_bytes=0 if name in ("init", "same_weights") else weights,
             decode_steps=config.steps_per_dispatch if decodes else 0,
-            decoded_tokens=config.num_slots * config.steps_per_dispatch if decodes else 0,
+            decoded_tokens=config.num_slots * config.tokens_per_dispatch if decodes else 0,
             decode_bytes=config.steps_per_dispatch * (weights + engine.kv_bytes())
             if decodes
             else 0.0,

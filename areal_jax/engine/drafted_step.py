@@ -1,0 +1,192 @@
+"""One dispatch of decoding with drafts (speculative decoding, arXiv:2211.17192).
+
+A step feeds each slot's last token and N drafts at once, and samples after each of them with the
+key of its position, as long as what was sampled is the next draft. So every token is sampled as
+without drafts, given the same tokens before it, and a step samples 1 to N + 1 tokens.
+
+Axes: S slots, C columns of the view, V vocabulary, T tokens, U = N + 1 tokens that a step feeds,
+n `engine.tokens_per_dispatch`, L layers, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from areal_jax.engine.batch import SamplingMode, TokenMasks
+from areal_jax.engine.decode_shapes import DecodeShapes
+from areal_jax.engine.decode_state import DecodeState, EngineParams
+from areal_jax.engine.decode_step import Dispatch, Step
+from areal_jax.engine.decode_view import attend_to_view
+from areal_jax.engine.drafts import DraftState, draft_tokens
+from areal_jax.models.decoder import Attend
+from areal_jax.models.paged_attention import paged_attention
+from areal_jax.parallel.sharding import ROLLOUT_RULES, on_shards, specs
+
+
+def generate_drafted(
+    shapes: DecodeShapes,
+    mode: SamplingMode,
+    params: EngineParams,
+    state: DecodeState,
+    sequences: Int32[Array, "S T"] | None = None,
+    masks: TokenMasks | None = None,
+) -> tuple[DecodeState, Int32[Array, "m S"]]:
+    """Sample tokens with drafts; arguments and results as of `decode_step.generate`, with two more
+    rows of the output: steps in which each slot sampled, and drafts that it verified.
+    """
+    dispatch = Dispatch(shapes, mode, params, state, sequences, masks)
+    started, remaining = dispatch.field("active") > 0, dispatch.field("remaining")
+    steps, drafts = _DraftedSteps(shapes, dispatch, state), state.drafts
+    assert drafts is not None
+    zeros = jnp.zeros(len(started), jnp.int32)
+    step = dispatch.first_step(started, remaining)
+    first = _State(jnp.int32(0), step, drafts, zeros, zeros, zeros)
+    last = jax.lax.while_loop(steps.continues, steps.run, first)
+    following, packed = dispatch.finish(last.step, started)
+    counts = jnp.stack([last.num_steps, last.num_drafts])
+    at = 2 * dispatch.num_tokens + 3
+    packed = jnp.concatenate([packed[:at], counts, packed[at:]])
+    return following._replace(drafts=last.drafts), packed
+
+
+class _State(NamedTuple):
+    """State between two steps."""
+
+    i: Int32[Array, ""]
+    """Number of steps so far."""
+    step: Step
+    drafts: DraftState
+    taken: Int32[Array, "S"]
+    """Tokens that each slot has sampled in this dispatch."""
+    num_steps: Int32[Array, "S"]
+    """Steps in which it sampled."""
+    num_drafts: Int32[Array, "S"]
+    """Drafts that it verified."""
+
+
+class _DraftedSteps:
+    """The steps of a dispatch with drafts, during tracing."""
+
+    def __init__(self, shapes: DecodeShapes, dispatch: Dispatch, state: DecodeState):
+        self._shapes, self._dispatch, self._table = shapes, dispatch, state.table
+        self._num_fed = 1 + shapes.config.draft_tokens
+        # Most tokens that each slot samples: those with a grammar one.
+        limit = dispatch.slot_tokens
+        self._limit = dispatch.num_tokens if limit is None else limit
+
+    def continues(self, state: _State) -> Bool[Array, ""]:
+        """Return whether a slot samples in the next step."""
+        is_left = state.step.active & (state.taken < self._limit)
+        return (state.i < self._shapes.config.steps_per_dispatch) & is_left.any()
+
+    def run(self, state: _State) -> _State:
+        """Draft, feed last tokens and drafts, and sample as long as drafts are accepted.
+
+        More than 60 lines: it moves every part of the state by one block of tokens.
+        """
+        dispatch, carry, taken, width = self._dispatch, state.step, state.taken, self._num_fed
+        samples = carry.active & (taken < self._limit)
+        left = jnp.minimum(carry.remaining, self._limit - taken)
+        counts = jnp.where(samples, jnp.minimum(left, width), 0)
+        ahead = taken[:, None] + jnp.arange(width, dtype=jnp.int32)
+        proposed = self._draft(state.drafts, dispatch.position + taken)
+        hidden, cache, chosen = dispatch.feed(
+            carry,
+            jnp.concatenate([carry.token[:, None], proposed], axis=1),
+            dispatch.rope_position[:, None] + ahead,
+            self._attention(taken, ahead, counts),
+            counts,
+        )
+        logits = dispatch.logits(hidden.reshape(-1, hidden.shape[2])).reshape(*ahead.shape, -1)
+        # -1 is never sampled: nothing is accepted after the last draft.
+        proposed = jnp.pad(proposed, ((0, 0), (0, 1)), constant_values=-1)
+
+        def sample(j: Array, inner: tuple[Array, Step]) -> tuple[Array, Step]:
+            samples, step = inner
+            step = dispatch.sample(j, taken + j, step, logits[:, j], samples)
+            is_accepted = step.active & (step.token == proposed[:, j]) & (j + 1 < counts)
+            return samples & is_accepted, step
+
+        block = carry._replace(
+            cache=None,
+            tokens=jnp.full_like(carry.tokens[:width], -1),
+            logp=jnp.zeros_like(carry.logp[:width]),
+            top_logprobs=jax.tree.map(lambda x: jnp.zeros_like(x[:width]), carry.top_logprobs),
+            experts=None,
+        )
+        _, block = jax.lax.fori_loop(0, width, sample, (samples, block))
+
+        def put(x: Array, new: Array, slots_axis: int = -1) -> Array:
+            # What a block has after its last sampled token is overwritten by the next block.
+            return _place_block(x, new, taken, slots_axis)
+
+        experts = carry.experts
+        if experts is not None and chosen is not None:
+            experts = put(experts, chosen.swapaxes(0, 1), 1)
+        following = block._replace(
+            cache=cache,
+            tokens=put(carry.tokens, block.tokens),
+            logp=put(carry.logp, block.logp),
+            top_logprobs=jax.tree.map(put, carry.top_logprobs, block.top_logprobs),
+            experts=experts,
+        )
+        history, after = state.drafts.history, dispatch.position + taken + 1
+        return _State(
+            state.i + 1,
+            following,
+            state.drafts._replace(history=_place_block(history.T, block.tokens, after, 1).T),
+            taken + (block.tokens >= 0).sum(0, dtype=jnp.int32),
+            state.num_steps + samples,
+            state.num_drafts + jnp.maximum(counts - 1, 0),
+        )
+
+    def _draft(self, state: DraftState, positions: Int32[Array, "S"]) -> Int32[Array, "S N"]:
+        """Return the drafts, on each device those of its own slots."""
+        mesh, count = self._shapes.mesh, self._num_fed - 1
+        slots = specs(mesh, ("slots",), (state, positions), ROLLOUT_RULES)
+
+        def draft(state: DraftState, positions: Array) -> Array:
+            return draft_tokens(state, positions, count)
+
+        return on_shards(draft, mesh, slots, slots[1])(state, positions)
+
+    def _attention(
+        self, taken: Int32[Array, "S"], ahead: Int32[Array, "S U"], counts: Int32[Array, "S"]
+    ) -> Attend:
+        """Return the attention of last tokens and drafts to the view or to the pages.
+
+        Columns and pages of rejected drafts are written again by the next step.
+        """
+        dispatch, reader = self._dispatch, self._shapes.reader
+        if reader == "view":
+            fresh = dispatch.steps <= ahead[:, :, None]
+            past = jnp.broadcast_to(dispatch.past[:, None], (*ahead.shape, dispatch.past.shape[1]))
+            positions = (dispatch.position[:, None] + ahead)[:, :, None]
+            ages = positions - dispatch.positions[:, None]
+            seen = jnp.concatenate([fresh, past], axis=2)
+            return attend_to_view(taken, seen, ages, self._shapes.kv_dtype)
+        # A slot that samples nothing writes nothing, and reads almost nothing.
+        starts = jnp.where(counts > 0, dispatch.position + taken, 0)
+        return paged_attention(
+            self._table, starts, counts, reader, self._shapes.mesh, ROLLOUT_RULES
+        )
+
+
+def _place_block(into: Array, block: Array, starts: Int32[Array, "S"], slots_axis: int) -> Array:
+    """Write a block of rows, into the rows of each slot from its own start on.
+
+    Args:
+        into: Rows of all slots; rows are the first axis besides the slots.
+        block: Rows to write.
+        starts: First row of each slot.
+        slots_axis: Axis of the slots.
+    """
+
+    def place(x: Array, new: Array, start: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, new, start, 0)
+
+    return jax.vmap(place, (slots_axis, slots_axis, 0), slots_axis)(into, block, starts)
