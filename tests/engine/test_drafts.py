@@ -1,0 +1,413 @@
+"""Speculative decoding by drafts: the samples are those without drafts, in fewer steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import chz
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chi2
+from test_grammars import constrained, grammars
+from tiny_decode import LATENT_ATTENTION, request, same_samples, with_engine_loop
+from tiny_runs import TINY_SIZES
+
+from areal_jax.engine.batch import SamplingMode
+from areal_jax.engine.config import EngineConfig
+from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.decode_state import EngineParams, Reader
+from areal_jax.engine.drafts import DraftState, draft_tokens
+from areal_jax.engine.engine_loop import EngineLoop
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.attention import packed_attention
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.records import Completion, Request, Weights
+from areal_jax.rl.logprobs import token_logprobs
+
+FAMILIES: dict[str, dict[str, object]] = {
+    "dense": {"architectures": ["Qwen2ForCausalLM"]},
+    "window": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    },
+    "latent": LATENT_ATTENTION | {"num_key_value_heads": 4},
+    "sinks": {
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 8,
+        "sliding_window": 5,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
+CONFIG = EngineConfig(
+    num_slots=8,
+    max_prompt_tokens=12,
+    max_new_tokens=40,
+    steps_per_dispatch=3,
+    page_tokens=4,
+    request_timeout_s=120,
+)
+DRAFTED = chz.replace(CONFIG, draft_tokens=3)
+PROMPT = (5, 9, 33, 2, 17)
+# Groups and single samples; all sampling modes that filter; a stop token that ends answers early;
+# budgets that end within accepted drafts; more samples than slots.
+REQUESTS = (
+    request("a", PROMPT, 4, max_new_tokens=40, temperature=0.6),
+    request("b", (1, 2, 3), 2, max_new_tokens=37, temperature=0.0),
+    request("c", (4, 4, 4, 4), 5, max_new_tokens=40, top_k=4, temperature=0.8, stop=(7, 11, 40)),
+    request("d", (8,), 2, max_new_tokens=5, temperature=0.5, top_p=0.8, seed=3),
+    request("e", (1, 2, 3), 2, max_new_tokens=40, temperature=0.4, seed=2),
+)
+
+
+@cache
+def policy_of(family: str) -> Policy:
+    return Policy(ModelConfig.from_hf(TINY_SIZES | FAMILIES[family], source="a test"))
+
+
+@cache
+def params_of(family: str, seed: int) -> Params:
+    """Random parameters whose layers change the next token seldom enough for drafts to be right."""
+    rng = np.random.default_rng(seed)
+    random = jax.tree.map(
+        lambda leaf: jnp.asarray(
+            3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
+        ),
+        policy_of(family).abstract(),
+    )
+    return random | {"layers": jax.tree.map(lambda leaf: leaf / 2, random["layers"])}
+
+
+@cache
+def engine_of(
+    config: EngineConfig, family: str = "dense", reader: Reader | None = None, tensor: int = 1
+) -> DecodeEngine:
+    placement = PlacementConfig(rollout_devices=tensor**2, train_devices=1, rollout_tensor=tensor)
+    mesh = make_meshes(placement, jax.devices()[: tensor**2 + 1]).rollout
+    return DecodeEngine(policy_of(family), mesh, config, jnp.float32, reader)
+
+
+@cache
+def laid_out(engine: DecodeEngine, family: str, seed: int) -> EngineParams:
+    return jax.device_put(engine.layout(params_of(family, seed)), engine.param_shardings)
+
+
+class Updates:
+    """A weight source: (look, seed) are the weights from the engine loop's look on."""
+
+    def __init__(self, engine: DecodeEngine, family: str, *arrivals: tuple[int, int]):
+        self.looks = 0
+        self._weights = [(look, laid_out(engine, family, seed)) for look, seed in arrivals]
+
+    def newest(self, after: int) -> Weights | None:
+        look, self.looks = self.looks, self.looks + 1
+        version = sum(at <= look for at, _ in self._weights) - 1
+        return Weights(version, self._weights[version][1]) if version > after else None
+
+    def wait(self, at_least: int, timeout_s: float) -> Weights:
+        raise TimeoutError
+
+
+def run(
+    engine: DecodeEngine,
+    requests: Sequence[Request] = REQUESTS,
+    family: str = "dense",
+    arrivals: tuple[tuple[int, int], ...] = ((0, 0),),
+) -> tuple[list[Completion], dict[str, tuple[float, float]]]:
+    """Completions of all requests, submitted before the engine starts, and the metrics."""
+
+    async def act(engine_loop: EngineLoop) -> tuple[list[Completion], Any]:
+        futures = [engine_loop.submit(each) for each in requests]
+        engine_loop.start()
+        found = [each for group in await asyncio.gather(*futures) for each in group]
+        return found, engine_loop.metrics()
+
+    return with_engine_loop(engine, Updates(engine, family, *arrivals), act)
+
+
+def drafts_of(
+    histories: Sequence[Sequence[int]], prompts: Sequence[int], count: int
+) -> list[list[int]]:
+    history = np.full((len(histories), 16), -1, np.int32)
+    for row, tokens in zip(history, histories, strict=True):
+        row[: len(tokens)] = tokens
+    state = DraftState(jnp.asarray(history), jnp.asarray(prompts, jnp.int32))
+    positions = jnp.asarray([len(tokens) - 1 for tokens in histories], jnp.int32)
+    return np.asarray(draft_tokens(state, positions, count)).tolist()
+
+
+def test_drafts_follow_the_longest_and_then_latest_match():
+    # "1 2" matches twice, and longer than "2" alone: what followed it last is drafted.
+    assert drafts_of([[1, 2, 7, 1, 2, 8, 9, 3, 2, 5, 1, 2]], [0], 3) == [[8, 9, 3]]
+    # Up to its end the sequence repeats "3 4", and the drafts go on so.
+    assert drafts_of([[9, 3, 4, 3, 4]], [0], 5) == [[3, 4, 3, 4, 3]]
+
+
+def test_drafts_come_from_the_longest_sample_of_the_same_prompt():
+    own, longer, other = [1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9, 9, 9, 9]
+    # Of slot 0: the longest sample of prompt 5, not that of prompt 6; of the others the own one.
+    assert drafts_of([own, longer, other, [1, 2]], [5, 5, 6, 5], 2)[0] == [4, 5]
+    assert drafts_of([own, longer, other, [1, 2]], [5, 5, 6, 5], 2)[3] == [3, 4]
+    # Tokens of images are negative: 0 is drafted.
+    assert drafts_of([[2, -7, -7, 2]], [5], 2) == [[0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("family", "reader", "tensor"),
+    [
+        ("dense", "view", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("dense", "plain", 2),
+                ("window", "view", 1),
+                ("window", "plain", 1),
+                ("experts", "view", 2),
+                ("latent", "view", 1),
+                ("latent", "plain", 1),
+                ("sinks", "view", 1),
+            ]
+        ),
+    ],
+)
+def test_tokens_are_those_without_drafts(family: str, reader: Reader, tensor: int):
+    replay = family in ("experts", "latent")
+    plain, drafted = (
+        engine_of(chz.replace(config, router_replay=replay), family, reader, tensor)
+        for config in (CONFIG, DRAFTED)
+    )
+    expected, _ = run(plain, family=family)
+    found, metrics = run(drafted, family=family)
+    same_samples(found, expected, atol=1e-4)
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine.experts is None) == (not replay)
+        if mine.experts is not None and other.experts is not None:
+            np.testing.assert_array_equal(mine.experts, other.experts)
+    # Each step samples one token and what it accepts.
+    accepted, num_drafts = metrics["accepted_draft_tokens"][0], metrics["draft_tokens"][0]
+    assert accepted > 0.1 * metrics["tokens"][0] and accepted < num_drafts
+    assert metrics["occupancy"][0] == metrics["tokens"][0] - accepted
+    # Some answers end with a stop token, some with their budget.
+    assert {each.stop_reason for each in found} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("kv_dtype", ["compute", "int8"])
+@pytest.mark.slow
+def test_drafts_survive_preemption_and_rebuilt_caches(
+    kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+):
+    # 30 pages for 8 sequences of up to 11; equal weights, whose arrival rebuilds the caches. They
+    # arrive at other tokens with drafts than without, and quantized caches differ by rounding.
+    plain, drafted = (
+        engine_of(chz.replace(config, kv_tokens=120, kv_dtype=kv_dtype), reader="plain")
+        for config in (CONFIG, DRAFTED)
+    )
+    monkeypatch.setattr(drafted, "same_weights", lambda old, new: False)
+    found, metrics = run(drafted, arrivals=((0, 0), (3, 0), (5, 0)))
+    same_samples(found, run(plain)[0], atol=1e-4 if kv_dtype == "compute" else 0.2)
+    assert metrics["preemptions"][0] > 0 and metrics["recompute_tokens"][0] > 0
+    assert len({version for each in found for version in each.versions.tolist()}) == 3
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+@pytest.mark.slow
+def test_logp_is_that_of_the_token_version(on_update: str):
+    engine = engine_of(chz.replace(DRAFTED, on_update=on_update))
+    requests = [
+        replace(each, sampling=replace(each.sampling, top_k=0, top_p=1.0))
+        for each in REQUESTS
+        if each.sampling.temperature > 0
+    ]
+    found, _ = run(engine, requests, arrivals=((0, 0), (3, 1)))
+    asked = [each for each in requests for _ in range(each.num_samples)]
+    several = 0
+    for completion, each in zip(found, asked, strict=True):
+        tokens = np.concatenate([each.prompt_tokens, completion.tokens])
+        logp = np.concatenate(
+            [
+                logprobs(
+                    engine.policy,
+                    params_of("dense", seed),
+                    tokens[None],
+                    each.sampling.temperature,
+                )
+                for seed in (0, 1)
+            ]
+        )[:, len(each.prompt_tokens) :]
+        expected = logp[completion.versions, np.arange(len(completion.tokens))]
+        # Kept caches are those of the old weights.
+        checked = completion.versions == 0 if on_update == "keep" else completion.versions >= 0
+        np.testing.assert_allclose(completion.logp[checked], expected[checked], atol=1e-3)
+        several += len(set(completion.versions.tolist())) > 1
+    assert several > 0
+
+
+def logprobs(
+    policy: Policy, params: Params, tokens: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    """Log-probs of the tokens of sequences of one length, by a full forward."""
+    padded = jnp.asarray(np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 64))))
+    ones, places = jnp.ones_like(padded), jnp.arange(padded.shape[1])
+    hidden = policy.hidden(
+        params,
+        padded,
+        jnp.broadcast_to(places, padded.shape),
+        packed_attention(ones),
+        compute_dtype=jnp.float32,
+    )[0]
+    head = policy.head(params) / temperature
+    found = token_logprobs(hidden, head, padded, ones, chunk_tokens=1024)[0]
+    return np.asarray(found)[:, : tokens.shape[1]]
+
+
+def test_shaped_samples_and_top_logprobs_are_those_without_drafts():
+    shaped = [
+        replace(each, sampling=replace(each.sampling, **settings))
+        for each, settings in zip(
+            REQUESTS,
+            (
+                {"num_top_logprobs": 3},
+                {"repetition_penalty": 1.1},
+                {"min_new_tokens": 9, "frequency_penalty": 0.05},
+                {},
+                {"presence_penalty": 0.1},
+            ),
+            strict=True,
+        )
+    ]
+    expected, (found, metrics) = run(engine_of(CONFIG), shaped)[0], run(engine_of(DRAFTED), shaped)
+    same_samples(found, expected, atol=1e-4)
+    assert metrics["accepted_draft_tokens"][0] > 0
+    for mine, other in zip(found[:4], expected[:4], strict=True):
+        assert mine.top_logprobs is not None and other.top_logprobs is not None
+        np.testing.assert_array_equal(mine.top_logprobs[0], other.top_logprobs[0])
+        np.testing.assert_allclose(mine.top_logprobs[1], other.top_logprobs[1], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_grammars_hold_beside_drafts():
+    requests = [constrained(num_samples=3, seed=3), *REQUESTS[:2]]
+
+    async def act(engine: DecodeEngine) -> tuple[list[Completion], Any]:
+        loop = EngineLoop(engine, Updates(engine, "dense", (0, 0)), grammars=grammars())
+        try:
+            futures = [loop.submit(each) for each in requests]
+            loop.start()
+            groups = await asyncio.wait_for(asyncio.gather(*futures), 120)
+            return [each for group in groups for each in group], loop.metrics()
+        finally:
+            loop.close()
+
+    expected, _ = asyncio.run(act(engine_of(CONFIG)))
+    found, metrics = asyncio.run(act(engine_of(DRAFTED)))
+    same_samples(found, expected, atol=1e-4)
+    assert metrics["accepted_draft_tokens"][0] > 0
+
+
+def test_suspended_samples_resume_without_drafts():
+    expected, _ = run(engine_of(CONFIG))
+    drafted = engine_of(DRAFTED)
+
+    async def act(engine_loop: EngineLoop) -> tuple[Completion, ...]:
+        future = engine_loop.submit(REQUESTS[0])
+        engine_loop.start()
+        while not engine_loop.num_tokens:
+            await asyncio.sleep(0)
+        suspended = engine_loop.suspend("a")
+        future.cancel()
+        return await suspended
+
+    parts = with_engine_loop(drafted, Updates(drafted, "dense", (0, 0)), act)
+    assert all(0 < len(part.tokens) <= 40 for part in parts)
+    resumed, _ = run(engine_of(CONFIG), [replace(REQUESTS[0], resume=parts)])
+    same_samples(resumed, expected[:4], atol=1e-4)
+
+
+def test_drafted_samples_have_the_distribution_of_the_policy():
+    # A vocabulary of 6 tokens and answers of 4: 1296 of them, whose probabilities are known.
+    sizes = TINY_SIZES | FAMILIES["dense"] | {"vocab_size": 6}
+    policy = Policy(ModelConfig.from_hf(sizes, source="a test"))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype),
+        policy.abstract(),
+    )
+    prompt, num_samples, length = (1, 2, 1, 3), 6000, 4
+    mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout
+    config = chz.replace(DRAFTED, num_slots=64, max_new_tokens=length, draft_tokens=2)
+    engine = DecodeEngine(policy, mesh, config, jnp.float32)
+    weights = jax.device_put(engine.layout(params), engine.param_shardings)
+
+    class Fixed:
+        def newest(self, after: int) -> Weights | None:
+            return Weights(0, weights) if after < 0 else None
+
+        def wait(self, at_least: int, timeout_s: float) -> Weights:
+            raise TimeoutError
+
+    async def act(engine_loop: EngineLoop) -> tuple[list[Completion], Any]:
+        engine_loop.start()
+        asked = request("a", prompt, num_samples, max_new_tokens=length, seed=7)
+        return await engine_loop.submit(asked), engine_loop.metrics()
+
+    found, metrics = with_engine_loop(engine, Fixed(), act)
+    assert metrics["accepted_draft_tokens"][0] > 0.1 * metrics["draft_tokens"][0]
+    answers = np.asarray(list(product(range(6), repeat=length)), np.int32)
+    whole = np.concatenate([np.tile(np.asarray(prompt, np.int32), (len(answers), 1)), answers], 1)
+    share = np.exp(logprobs(policy, params, whole)[:, len(prompt) :].sum(1))
+    np.testing.assert_allclose(share.sum(), 1, atol=1e-4)
+    places = np.stack([each.tokens for each in found]) @ 6 ** np.arange(length)[::-1]
+    counts = np.bincount(places, minlength=len(answers))
+    # Answers that are expected less than 5 times count together.
+    is_rare = share * num_samples < 5
+    expected = np.append(share[~is_rare], share[is_rare].sum()) * num_samples
+    observed = np.append(counts[~is_rare], counts[is_rare].sum())
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    assert len(expected) > 100
+    assert statistic < chi2.isf(1e-3, len(expected) - 1)
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_warm_up():
+    engine = DecodeEngine(policy_of("dense"), engine_of(DRAFTED).mesh, DRAFTED, jnp.float32)
+    engine.warm_up(SamplingMode.FILTERED)
+    before, compiled = engine.num_programs, list[float]()
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(duration_secs)
+
+    laid_out(engine, "dense", 0)
+    laid_out(engine, "dense", 1)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run(engine, arrivals=((0, 0), (3, 1)))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert engine.num_programs == before and compiled == []
+
+
+def test_settings_that_drafts_do_not_support_are_refused():
+    mesh = engine_of(DRAFTED).mesh
+    with pytest.raises(ValueError, match=r"engine.draft_tokens=3 with engine.batch_invariant"):
+        DecodeEngine(
+            policy_of("dense"), mesh, chz.replace(DRAFTED, batch_invariant="full"), jnp.float32
+        )
