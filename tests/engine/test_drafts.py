@@ -19,6 +19,7 @@ from test_grammars import constrained, grammars
 from tiny_decode import LATENT_ATTENTION, request, same_samples, with_engine_loop
 from tiny_runs import TINY_SIZES
 
+from areal_jax.data.grammars import regex_grammar
 from areal_jax.engine.batch import SamplingMode
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
@@ -304,7 +305,9 @@ def test_shaped_samples_and_top_logprobs_are_those_without_drafts():
 
 @pytest.mark.slow
 def test_grammars_hold_beside_drafts():
-    requests = [constrained(num_samples=3, seed=3), *REQUESTS[:2]]
+    # Drafts of "ababab" are right, but its mask is that of one token.
+    repeated = constrained("r", regex_grammar("(ab){9}"), num_samples=2)
+    requests = [constrained(num_samples=3, seed=3), repeated, *REQUESTS[:2]]
 
     async def act(engine: DecodeEngine) -> tuple[list[Completion], Any]:
         loop = EngineLoop(engine, Updates(engine, "dense", (0, 0)), grammars=grammars())
@@ -347,7 +350,9 @@ def test_drafted_samples_have_the_distribution_of_the_policy():
     policy = Policy(ModelConfig.from_hf(sizes, source="a test"))
     rng = np.random.default_rng(0)
     params = jax.tree.map(
-        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype),
+        lambda leaf: jnp.asarray(
+            2 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
+        ),
         policy.abstract(),
     )
     prompt, num_samples, length = (1, 2, 1, 3), 6000, 4
