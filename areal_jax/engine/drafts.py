@@ -10,11 +10,17 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 NGRAM_TOKENS = 4
 """Last tokens of a sequence that are compared; among equally long matches the latest one counts."""
+
+OTHER_SAMPLES = 7
+"""Most other samples of a prompt that are compared: the longest, running or finished. Measured with
+the embedded policy, 8 samples of a problem of `aime` and 3 drafts, a step samples 1.18 tokens with
+none, 1.24 with one, 1.30 with all."""
 
 
 class DraftState(NamedTuple):
@@ -45,29 +51,34 @@ def draft_tokens(
     """Return `count` tokens that may follow each slot's last one.
 
     They followed the longest match of the last tokens, up to `NGRAM_TOKENS`: in the slot's own
-    sequence, or if that is longer, in the longest other sample of its prompt. What follows a match
-    up to the end of the sequence is repeated.
+    sequence, or if that is longer, in another sample of its prompt. What follows a match up to the
+    end of the sequence is repeated.
 
     Args:
         state: Sequences of this device's slots.
         positions: Position of each slot's last token.
         count: Number of drafts N.
     """
-    own = jnp.arange(len(positions), dtype=jnp.int32)
+    history, size = state.history, len(positions)
+    own = jnp.arange(size, dtype=jnp.int32)
     is_other = (state.prompts == state.prompts[:, None]) & (own != own[:, None])
-    # Slot and length in one number, because XLA's argmax does not vectorise on CPUs.
-    size = len(own)
-    other = jnp.where(is_other, positions * size + own, -1).max(axis=1)
-    last = _last_tokens(state.history, positions)
-    length, start = _longest_match(state.history, positions, last)
-    source = jnp.maximum(other, 0) % size
-    others = state.history[source], positions[source]
-    other_length, other_start = _longest_match(*others, last)
-    is_longer = (other >= 0) & (other_length > length)
-    rows = jnp.where(is_longer, source, own)
-    start, end = jnp.where(is_longer, other_start, start), positions[rows]
-    steps = jnp.arange(count, dtype=jnp.int32) % jnp.maximum(end - start, 1)[:, None]
-    drafts = state.history.at[rows[:, None], start[:, None] + 1 + steps].get(mode="clip")
+    # Length and slot in one number.
+    others, _ = jax.lax.top_k(
+        jnp.where(is_other, positions * size + own, -1), min(OTHER_SAMPLES, size)
+    )
+    last = _last_tokens(history, positions)
+
+    def compare(i: Array, best: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        rows = jnp.where(others[:, i] >= 0, others[:, i] % size, own)
+        found = *_longest_match(history[rows], positions[rows], last), rows
+        is_longer = found[0] > best[0]
+        longer = [jnp.where(is_longer, *each) for each in zip(found, best, strict=True)]
+        return longer[0], longer[1], longer[2]
+
+    best = *_longest_match(history, positions, last), own
+    _, start, rows = jax.lax.fori_loop(0, others.shape[1], compare, best)
+    steps = jnp.arange(count, dtype=jnp.int32) % jnp.maximum(positions[rows] - start, 1)[:, None]
+    drafts = history.at[rows[:, None], start[:, None] + 1 + steps].get(mode="clip")
     # Tokens of images are negative.
     return jnp.maximum(drafts, 0)
 

@@ -162,11 +162,14 @@ def test_drafts_follow_the_longest_and_then_latest_match():
     assert drafts_of([[9, 3, 4, 3, 4]], [0], 5) == [[3, 4, 3, 4, 3]]
 
 
-def test_drafts_come_from_the_longest_sample_of_the_same_prompt():
+def test_drafts_come_from_the_longest_match_in_samples_of_the_same_prompt():
     own, longer, other = [1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9, 9, 9, 9, 9]
-    # Of slot 0: the longest sample of prompt 5, not that of prompt 6; of the others the own one.
-    assert drafts_of([own, longer, other, [1, 2]], [5, 5, 6, 5], 2)[0] == [4, 5]
-    assert drafts_of([own, longer, other, [1, 2]], [5, 5, 6, 5], 2)[3] == [3, 4]
+    histories = [own, longer, other, [1, 2], [7, 3, 8, 8, 8, 8, 8]]
+    found = drafts_of(histories, [5, 5, 6, 5, 5], 2)
+    # Of slot 0: after "1 2 3" in a sample of prompt 5, not of prompt 6, nor after "3" alone.
+    assert found[0] == [4, 5]
+    # Of slot 3: after "1 2" in the longest of the samples with it.
+    assert found[3] == [3, 4]
     # Tokens of images are negative: 0 is drafted.
     assert drafts_of([[2, -7, -7, 2]], [5], 2) == [[0, 0]]
 
