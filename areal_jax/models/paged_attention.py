@@ -25,8 +25,8 @@ from areal_jax.models.tpu_paged_attention import padded_head_dim, tpu_paged_atte
 from areal_jax.parallel.sharding import Rules, on_shards, specs
 
 PagedKernel: TypeAlias = Literal["plain", "gpu", "tpu"]
-"""plain: blocks of pages in sequence, in plain XLA. gpu, tpu: a kernel, for one new token per row.
-"""
+"""plain: blocks of pages in sequence, in plain XLA. gpu, tpu: a kernel, for one new token per row;
+several new tokens are several rows with the same pages."""
 
 BLOCK_TOKENS = 128
 """Tokens that the plain path processes at once."""
@@ -216,24 +216,28 @@ def attend_to_pages(
     )
 
 
-def _attend_as_rows(
-    read: Callable[..., Array],
+def attend_as_rows(
+    kernel: Callable[..., Array],
     q: Float[Array, "B T N H"],
     pages: Pages,
     table: Int[Array, "B M"],
     starts: Int[Array, "B"],
-    sinks: Float[Array, "N"] | None,
-    window: int | None,
+    window: int | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend by a kernel for one new token per row: each token is a row with the same pages."""
-    B, T, N, H = q.shape
-    places = starts[:, None] + jnp.arange(T, dtype=jnp.int32)
-    # Drafts beyond the longest sequence are never accepted.
-    places = jnp.minimum(places, table.shape[1] * pages.keys.shape[2] - 1).reshape(-1)
-    rows = q.reshape(B * T, 1, N, H)
-    return read(rows, pages, jnp.repeat(table, T, axis=0), places, sinks, window=window).reshape(
-        q.shape
-    )
+    """Attend by a kernel for one new token per row: each token is a row with the same pages.
+
+    Args:
+        kernel: `gpu_paged_attention` or `tpu_paged_attention`.
+        q: as of `attend_to_pages`, and so are all others.
+    """
+    T = q.shape[1]
+    lengths = starts[:, None] + 1 + jnp.arange(T, dtype=jnp.int32)
+    # Tokens beyond the table's pages are not written, and what they attend to is not read.
+    lengths = jnp.minimum(lengths, table.shape[1] * pages.keys.shape[2]).reshape(-1)
+    rows = q.reshape(-1, *q.shape[2:])
+    tables = jnp.repeat(table, T, axis=0)
+    return kernel(rows, *pages, tables, lengths, window=window, sinks=sinks).reshape(q.shape)
 
 
 def choose_paged_kernel(
@@ -314,9 +318,9 @@ def paged_attention(
     ) -> Array:
         if kernel == "plain":
             return attend_to_pages(q, pages, table, starts, window, sinks)
-        if q.shape[1] > 1:
-            return _attend_as_rows(read, q, pages, table, starts, sinks, window)
         attend_last = gpu_paged_attention if kernel == "gpu" else tpu_paged_attention
+        if q.shape[1] > 1:
+            return attend_as_rows(attend_last, q, pages, table, starts, window, sinks)
         return attend_last(q[:, 0], *pages, table, starts + 1, window=window, sinks=sinks)[:, None]
 
     def attend(

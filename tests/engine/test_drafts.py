@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -34,7 +34,7 @@ from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Completion, Request, Weights
 from areal_jax.rl.logprobs import token_logprobs
 
-FAMILIES: dict[str, dict[str, object]] = {
+FAMILIES: dict[str, Mapping[str, object]] = {
     "dense": {"architectures": ["Qwen2ForCausalLM"]},
     "window": {
         "architectures": ["Qwen3ForCausalLM"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from areal_jax.models import tpu_paged_attention as tpu
 from areal_jax.models.attention import masked_attention
 from areal_jax.models.paged_attention import (
     Pages,
+    attend_as_rows,
     attend_to_pages,
     choose_paged_kernel,
     quantize,
@@ -194,6 +196,25 @@ def test_tpu_paged_kernel_matches_the_plain_path(
         interpret=pltpu.InterpretParams(),
     )
     np.testing.assert_allclose(found[:, None], expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("kernel", ["gpu", "tpu"])
+def test_paged_kernels_read_several_new_tokens_as_rows(kernel: str) -> None:
+    shape = (K, P, PAGE, H if kernel == "gpu" else tpu.padded_head_dim(H))
+    empty = Pages(jnp.full(shape, 100.0), jnp.full(shape, 100.0))
+    stored = write_pages(empty, KEYS, VALUES, TABLE, jnp.zeros(B, jnp.int32), jnp.asarray(LENGTHS))
+    q = jnp.asarray(rng.normal(size=(B, 3, N, H)), jnp.float32)
+    starts = jnp.asarray([0, 67, 297], jnp.int32)
+    expected = attend_to_pages(q, stored, TABLE, starts, 50)
+    attend = gpu_paged_attention if kernel == "gpu" else tpu_paged_attention
+    interpret = True if kernel == "gpu" else pltpu.InterpretParams()
+    found = attend_as_rows(partial(attend, interpret=interpret), q, stored, TABLE, starts, 50)
+    # The first sequence has a single token.
+    np.testing.assert_allclose(found[0, :1], expected[0, :1], atol=1e-5)
+    np.testing.assert_allclose(found[1:], expected[1:], atol=1e-5)
+    # The pages of the last sequence end after 320 tokens.
+    beyond = attend_as_rows(partial(attend, interpret=interpret), q, stored, TABLE, starts + 21, 50)
+    assert bool(jnp.isfinite(beyond).all())
 
 
 @pytest.mark.parametrize("window", [None, 40])
