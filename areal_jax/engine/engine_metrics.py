@@ -40,6 +40,7 @@ class EngineMetrics:
             num_samples, num_drafts = (int(each.sum()) for each in output.drafts)
             self.count("draft_tokens", num_drafts)
             self.count("accepted_draft_tokens", num_tokens - num_samples)
+            self.count("draft_acceptance", num_tokens - num_samples, num_drafts)
         self.count("occupancy", num_samples, num_steps * len(output.counts))
         return num_tokens
 
@@ -58,6 +59,7 @@ class EngineMetrics:
         kv_used: share of the KV cache's pages in use, by dispatch.
         tokens_per_s: over the time since the last call.
         occupancy: share of slot-steps that sampled a token.
+        draft_acceptance: share of verified drafts that were accepted.
         host_gap_us: host time between two dispatches, in which the device waits; 0 if the next one
         was enqueued before.
         swap_stall_s: by swap.

@@ -219,6 +219,7 @@ TIME = (
         (
             Line("rollout/occupancy", "engine slots that sample"),
             Line("rollout/kv_used", "KV-cache pages in use"),
+            Line("rollout/draft_acceptance", "verified drafts that are accepted"),
             Line(WAITING_SHARE, "trainer waits for rollouts"),
         ),
         "share",
