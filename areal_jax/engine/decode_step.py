@@ -174,7 +174,7 @@ class Dispatch:
         active, ids = carry.active, carry.experts
         # Slots that sample in this step. Those with a grammar wait from the second one on.
         samples = active if self.slot_tokens is None else active & (i < self.slot_tokens)
-        hidden, cache, chosen = self.feed(
+        hidden, cache, used = self.feed(
             carry,
             carry.token[:, None],
             (self.rope_position + i)[:, None],
@@ -182,10 +182,11 @@ class Dispatch:
             samples.astype(jnp.int32),
         )
         if ids is not None:
-            assert chosen is not None
-            ids = ids.at[i].set(chosen[:, 0])
+            assert used is not None
+            ids = ids.at[i].set(used[:, 0])
         fed = carry._replace(cache=cache, experts=ids)
-        return self.sample(i, i, fed, self.logits(hidden[:, 0]), samples)
+        chosen = self.choose(i, self.logits(hidden[:, 0]), fed.token_counts)
+        return self.advance(i, fed, chosen, samples)
 
     def feed(
         self,
@@ -212,31 +213,40 @@ class Dispatch:
         )
         return hidden, cache, None if carry.experts is None else recorded_experts(routing)
 
-    def sample(
+    def choose(
         self,
-        row: Int32[Array, ""],
         i: Int32[Array, "..."],
-        carry: Step,
         logits: Float32[Array, "S V"],
-        samples: Bool[Array, "S"],
-    ) -> Step:
-        """Sample a token in some slots.
+        token_counts: Int32[Array, "S _"],
+    ) -> tuple[Int32[Array, "S"], Float32[Array, "S"], Float32[Array, "S V"]]:
+        """Sample a token for every slot.
 
         Args:
-            row: Row of the token among those of `carry`.
             i: Tokens that the dispatch has sampled before, of all slots or of each.
-            carry: State after the tokens before it were fed.
             logits: Logits of the token.
-            samples: Slots that sample.
+            token_counts: Number of occurrences of each token before it.
+
+        Returns:
+            Tokens, their log-probs, and the processed logits.
         """
-        _, token, active, remaining, _, tokens, logps, token_counts, top_logprobs, _ = carry
         logits = self._process(i, logits, token_counts)
         uniform = (
             self._uniforms[:, i]
             if i.ndim == 0
             else jnp.take_along_axis(self._uniforms, i[:, None], axis=1)[:, 0]
         )
-        sampled, logp = sampling.sample_tokens(logits, uniform, self._temperature)
+        return *sampling.sample_tokens(logits, uniform, self._temperature), logits
+
+    def advance(
+        self,
+        row: Int32[Array, ""] | int,
+        carry: Step,
+        chosen: tuple[Int32[Array, "S"], Float32[Array, "S"], Float32[Array, "S V"]],
+        samples: Bool[Array, "S"],
+    ) -> Step:
+        """Append what `choose` returned to some slots, as row `row` of the output."""
+        _, token, active, remaining, _, tokens, logps, token_counts, top_logprobs, _ = carry
+        sampled, logp, logits = chosen
         if self._in_prompt is not None:
             token_counts = token_counts.at[jnp.arange(len(sampled)), sampled].add(samples)
             likely, likely_logp = sampling.most_likely(

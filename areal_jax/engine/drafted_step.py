@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from areal_jax.engine.batch import SamplingMode, TokenMasks
 from areal_jax.engine.decode_shapes import DecodeShapes
@@ -84,17 +84,14 @@ class _DraftedSteps:
         return (state.i < self._shapes.config.steps_per_dispatch) & is_left.any()
 
     def run(self, state: _State) -> _State:
-        """Draft, feed last tokens and drafts, and sample as long as drafts are accepted.
-
-        More than 60 lines: it moves every part of the state by one block of tokens.
-        """
+        """Draft, feed last tokens and drafts, and sample as long as drafts are accepted."""
         dispatch, carry, taken, width = self._dispatch, state.step, state.taken, self._num_fed
         samples = carry.active & (taken < self._limit)
         left = jnp.minimum(carry.remaining, self._limit - taken)
         counts = jnp.where(samples, jnp.minimum(left, width), 0)
         ahead = taken[:, None] + jnp.arange(width, dtype=jnp.int32)
         proposed = self._draft(state.drafts, dispatch.position + taken)
-        hidden, cache, chosen = dispatch.feed(
+        hidden, cache, used = dispatch.feed(
             carry,
             jnp.concatenate([carry.token[:, None], proposed], axis=1),
             dispatch.rope_position[:, None] + ahead,
@@ -102,31 +99,15 @@ class _DraftedSteps:
             counts,
         )
         logits = dispatch.logits(hidden.reshape(-1, hidden.shape[2])).reshape(*ahead.shape, -1)
-        # -1 is never sampled: nothing is accepted after the last draft.
-        proposed = jnp.pad(proposed, ((0, 0), (0, 1)), constant_values=-1)
-
-        def sample(j: Array, inner: tuple[Array, Step]) -> tuple[Array, Step]:
-            samples, step = inner
-            step = dispatch.sample(j, taken + j, step, logits[:, j], samples)
-            is_accepted = step.active & (step.token == proposed[:, j]) & (j + 1 < counts)
-            return samples & is_accepted, step
-
-        block = carry._replace(
-            cache=None,
-            tokens=jnp.full_like(carry.tokens[:width], -1),
-            logp=jnp.zeros_like(carry.logp[:width]),
-            top_logprobs=jax.tree.map(lambda x: jnp.zeros_like(x[:width]), carry.top_logprobs),
-            experts=None,
-        )
-        _, block = jax.lax.fori_loop(0, width, sample, (samples, block))
+        block = self._sample(carry, logits, proposed, ahead, counts)
 
         def put(x: Array, new: Array, slots_axis: int = -1) -> Array:
             # What a block has after its last sampled token is overwritten by the next block.
             return _place_block(x, new, taken, slots_axis)
 
         experts = carry.experts
-        if experts is not None and chosen is not None:
-            experts = put(experts, chosen.swapaxes(0, 1), 1)
+        if experts is not None and used is not None:
+            experts = put(experts, used.swapaxes(0, 1), 1)
         following = block._replace(
             cache=cache,
             tokens=put(carry.tokens, block.tokens),
@@ -138,11 +119,56 @@ class _DraftedSteps:
         return _State(
             state.i + 1,
             following,
-            state.drafts._replace(history=_place_block(history.T, block.tokens, after, 1).T),
+            state.drafts._replace(history=_place_block(history, block.tokens.T, after, 0)),
             taken + (block.tokens >= 0).sum(0, dtype=jnp.int32),
-            state.num_steps + samples,
+            state.num_steps + (counts > 0),
             state.num_drafts + jnp.maximum(counts - 1, 0),
         )
+
+    def _sample(
+        self,
+        carry: Step,
+        logits: Float32[Array, "S U V"],
+        proposed: Int32[Array, "S N"],
+        ahead: Int32[Array, "S U"],
+        counts: Int32[Array, "S"],
+    ) -> Step:
+        """Return the state after the tokens of a step, with these tokens alone and no cache.
+
+        Args:
+            carry: State before the step.
+            logits: Logits after the last token and each draft.
+            proposed: Drafts.
+            ahead: Tokens that the dispatch has sampled before each.
+            counts: Most tokens that each slot samples.
+        """
+        dispatch, width = self._dispatch, self._num_fed
+        # -1 is never sampled: nothing is accepted after the last draft.
+        proposed = jnp.pad(proposed, ((0, 0), (0, 1)), constant_values=-1)
+
+        block = carry._replace(
+            cache=None,
+            tokens=jnp.full_like(carry.tokens[:width], -1),
+            logp=jnp.zeros_like(carry.logp[:width]),
+            top_logprobs=jax.tree.map(lambda x: jnp.zeros_like(x[:width]), carry.top_logprobs),
+            experts=None,
+        )
+        samples = counts > 0
+        # All at once, unless penalties depend on the drafts before.
+        chosen = None
+        if carry.token_counts.shape[1] == 0:
+            choose = jax.vmap(dispatch.choose, (1, 1, None))
+            chosen = choose(ahead, logits, carry.token_counts)
+        for j in range(width):
+            each = (
+                dispatch.choose(ahead[:, j], logits[:, j], block.token_counts)
+                if chosen is None
+                else (chosen[0][j], chosen[1][j], chosen[2][j])
+            )
+            block = dispatch.advance(j, block, each, samples)
+            is_accepted = block.active & (block.token == proposed[:, j]) & (j + 1 < counts)
+            samples = samples & is_accepted
+        return block
 
     def _draft(self, state: DraftState, positions: Int32[Array, "S"]) -> Int32[Array, "S N"]:
         """Return the drafts, on each device those of its own slots."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 NGRAM_TOKENS = 4
-"""Last tokens of a sequence that are compared; among equally long matches the latest one counts."""
+"""Last tokens of a sequence that are compared."""
 
 OTHER_SAMPLES = 7
 """Most other samples of a prompt that are compared: the longest, running or finished. Measured with
@@ -51,55 +51,39 @@ def draft_tokens(
     """Return `count` tokens that may follow each slot's last one.
 
     They followed the longest match of the last tokens, up to `NGRAM_TOKENS`: in the slot's own
-    sequence, or if that is longer, in another sample of its prompt. What follows a match up to the
-    end of the sequence is repeated.
+    sequence, or if that is longer, in another sample of its prompt. Of equals the latest counts.
+    What follows a match up to the end of the sequence is repeated.
 
     Args:
         state: Sequences of this device's slots.
         positions: Position of each slot's last token.
         count: Number of drafts N.
     """
-    history, size = state.history, len(positions)
-    own = jnp.arange(size, dtype=jnp.int32)
+    history, (num_slots, size) = state.history, state.history.shape
+    own = jnp.arange(num_slots, dtype=jnp.int32)
     is_other = (state.prompts == state.prompts[:, None]) & (own != own[:, None])
     # Length and slot in one number.
     others, _ = jax.lax.top_k(
-        jnp.where(is_other, positions * size + own, -1), min(OTHER_SAMPLES, size)
+        jnp.where(is_other, positions * num_slots + own, -1), min(OTHER_SAMPLES, num_slots)
     )
-    last = _last_tokens(history, positions)
-
-    def compare(i: Array, best: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        rows = jnp.where(others[:, i] >= 0, others[:, i] % size, own)
-        found = *_longest_match(history[rows], positions[rows], last), rows
-        is_longer = found[0] > best[0]
-        longer = [jnp.where(is_longer, *each) for each in zip(found, best, strict=True)]
-        return longer[0], longer[1], longer[2]
-
-    best = *_longest_match(history, positions, last), own
-    _, start, rows = jax.lax.fori_loop(0, others.shape[1], compare, best)
-    steps = jnp.arange(count, dtype=jnp.int32) % jnp.maximum(positions[rows] - start, 1)[:, None]
-    drafts = history.at[rows[:, None], start[:, None] + 1 + steps].get(mode="clip")
+    others = jnp.where(others >= 0, others % num_slots, own[:, None])
+    rows = jnp.concatenate([own[:, None], others], axis=1)
+    tokens, ends, num_rows = history[rows], positions[rows], rows.shape[1]
+    places = jnp.arange(size, dtype=jnp.int32)
+    matched, length = jnp.ones(tokens.shape, bool), jnp.zeros(tokens.shape, jnp.int32)
+    for back in range(NGRAM_TOKENS):
+        last = jnp.take_along_axis(history, jnp.maximum(positions - back, 0)[:, None], axis=1)
+        matched &= (jnp.roll(tokens, back, axis=2) == last[:, None]) & (places >= back)
+        length += matched
+    # A match ends before the last token of its sequence, so that a token follows it. Length, row
+    # and place in one number: the longest, of equals the first row, there the latest.
+    rank = num_rows - 1 - jnp.arange(num_rows, dtype=jnp.int32)
+    scores = (length * num_rows + rank[:, None]) * size + places
+    best = jnp.where(places < ends[:, :, None], scores, 0).max(axis=(1, 2))
+    row = num_rows - 1 - best // size % num_rows
+    start = (best % size)[:, None]
+    source, end = (jnp.take_along_axis(x, row[:, None], axis=1) for x in (rows, ends))
+    steps = jnp.arange(count, dtype=jnp.int32) % jnp.maximum(end - start, 1)
+    drafts = history.at[source, start + 1 + steps].get(mode="clip")
     # Tokens of images are negative.
     return jnp.maximum(drafts, 0)
-
-
-def _last_tokens(history: Int32[Array, "S T"], positions: Int32[Array, "S"]) -> Int32[Array, "S n"]:
-    """Return the last tokens of each sequence, the last one first."""
-    places = positions[:, None] - jnp.arange(NGRAM_TOKENS, dtype=jnp.int32)
-    return jnp.take_along_axis(history, jnp.maximum(places, 0), axis=1)
-
-
-def _longest_match(
-    history: Int32[Array, "S T"], positions: Int32[Array, "S"], last: Int32[Array, "S n"]
-) -> tuple[Int32[Array, "S"], Int32[Array, "S"]]:
-    """Return the length of the longest match before each sequence's last token, and its end."""
-    size = history.shape[1]
-    places = jnp.arange(size, dtype=jnp.int32)
-    matched, length = jnp.ones(history.shape, bool), jnp.zeros(history.shape, jnp.int32)
-    for back in range(last.shape[1]):
-        matched &= (jnp.roll(history, back, axis=1) == last[:, back, None]) & (places >= back)
-        length += matched
-    # A match ends before the last token, so that a token follows it.
-    scores = jnp.where(places < positions[:, None], length * size + places, 0)
-    best = scores.max(axis=1)
-    return best // size, best % size

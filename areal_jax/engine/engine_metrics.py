@@ -40,7 +40,8 @@ class EngineMetrics:
             num_samples, num_drafts = (int(each.sum()) for each in output.drafts)
             self.count("draft_tokens", num_drafts)
             self.count("accepted_draft_tokens", num_tokens - num_samples)
-            self.count("draft_acceptance", num_tokens - num_samples, num_drafts)
+            if num_drafts:
+                self.count("draft_acceptance", num_tokens - num_samples, num_drafts)
         self.count("occupancy", num_samples, num_steps * len(output.counts))
         return num_tokens
 

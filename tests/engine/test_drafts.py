@@ -81,7 +81,7 @@ REQUESTS = (
 
 @cache
 def policy_of(family: str) -> Policy:
-    return Policy(ModelConfig.from_hf(TINY_SIZES | FAMILIES[family], source="a test"))
+    return Policy(ModelConfig.from_hf({**TINY_SIZES, **FAMILIES[family]}, source="a test"))
 
 
 @cache
@@ -349,7 +349,7 @@ def test_suspended_samples_resume_without_drafts():
 
 def test_drafted_samples_have_the_distribution_of_the_policy():
     # A vocabulary of 6 tokens and answers of 4: 1296 of them, whose probabilities are known.
-    sizes = TINY_SIZES | FAMILIES["dense"] | {"vocab_size": 6}
+    sizes = {**TINY_SIZES, **FAMILIES["dense"], "vocab_size": 6}
     policy = Policy(ModelConfig.from_hf(sizes, source="a test"))
     rng = np.random.default_rng(0)
     params = jax.tree.map(
