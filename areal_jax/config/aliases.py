@@ -120,6 +120,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "num_epochs": _STEPS,
     "num_generations": _GROUP_SIZE,
     "num_gpus": _DEVICES,
+    "num_speculative_tokens": ("engine.draft_tokens",),
     "num_train_epochs": _STEPS,
     "off_policy_steps": _STALENESS,
     "page_size": ("engine.page_tokens",),
