@@ -113,6 +113,12 @@ class DecodeEngine:
                 config.page_tokens,
                 self.kv_dtype.name,
             )
+        if config.draft_tokens and platform == "cpu":
+            logger.warning(
+                "slow path part=drafts platform=cpu draft_tokens=%d: verifying drafts takes longer "
+                "on CPUs than the steps that it saves; set engine.draft_tokens=0",
+                config.draft_tokens,
+            )
         self.image_reader = image_reader
         """Preprocesses images; None: prompts have none."""
         self.num_shards, self.pages_per_slot = shapes.num_shards, shapes.pages_per_slot

@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny_decode import CONFIG, POLICY, answer, laid_out, params_of, request, whole
+from tiny_decode import CONFIG, POLICY, answer, laid_out, params_of, request, same_samples, whole
 from tiny_decode import engine as plain_engine
 
 from areal_jax.engine.decode import DecodeEngine
@@ -94,6 +95,19 @@ def test_adapters_in_one_batch_get_what_each_gets_alone() -> None:
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = logp[np.arange(4, len(tokens) - 1), tokens[5:]]
     np.testing.assert_allclose(together[0][0].logp, expected, atol=1e-3)
+
+
+def test_drafts_leave_the_samples_of_every_adapter() -> None:
+    both = Pinned(Weights(0, stacked({0: (0, 1), 2: (1, 2)})))
+    requests = asked("a", 0), asked("b", 2), asked("base", 1)
+    config = chz.replace(CONFIG, draft_tokens=2)
+    drafted = DecodeEngine(
+        BUCKET, plain_engine().mesh, config, jnp.float32, num_adapters=NUM_ADAPTERS
+    )
+    for found, expected in zip(
+        answer(drafted, both, *requests), answer(engine(), both, *requests), strict=True
+    ):
+        same_samples(found, expected)
 
 
 class Once:

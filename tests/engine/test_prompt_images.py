@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,11 +73,12 @@ def policy_of(family: str) -> tuple[Policy, Params]:
 
 
 @lru_cache
-def engine_of(family: str) -> DecodeEngine:
+def engine_of(family: str, draft_tokens: int = 0) -> DecodeEngine:
     policy, _ = policy_of(family)
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout
     reader = StoredReader(family, policy)
-    return DecodeEngine(policy, mesh, CONFIG, jnp.float32, image_reader=reader)
+    config = chz.replace(CONFIG, draft_tokens=draft_tokens)
+    return DecodeEngine(policy, mesh, config, jnp.float32, image_reader=reader)
 
 
 @lru_cache
@@ -116,12 +118,16 @@ def request(
 
 
 def run(
-    family: str, source: Source, *requests: Request, one_by_one: bool = False
+    family: str,
+    source: Source,
+    *requests: Request,
+    one_by_one: bool = False,
+    draft_tokens: int = 0,
 ) -> tuple[list[list[Completion]], int]:
     """Return the completions, and the number of images whose embeddings were computed."""
 
     async def act() -> tuple[list[list[Completion]], int]:
-        loop = EngineLoop(engine_of(family), source)
+        loop = EngineLoop(engine_of(family, draft_tokens), source)
         loop.start()
         try:
             futures = []
@@ -143,13 +149,21 @@ def prompt_and_greedy(family: str) -> tuple[np.ndarray, np.ndarray]:
     return greedy[:-24], greedy[-24:]
 
 
+@pytest.mark.parametrize("draft_tokens", [0, 2])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_greedy_tokens_equal_generate_and_embeddings_are_cached(family: str) -> None:
+def test_greedy_tokens_equal_generate_and_embeddings_are_cached(
+    family: str, draft_tokens: int
+) -> None:
     prompt, greedy = prompt_and_greedy(family)
     source = Source((0, 0, weights_of(family)))
     again = request(prompt, b"0", b"1", name="b")
     found, num_encoded = run(
-        family, source, request(prompt, b"0", b"1", num_samples=3), again, one_by_one=True
+        family,
+        source,
+        request(prompt, b"0", b"1", num_samples=3),
+        again,
+        one_by_one=True,
+        draft_tokens=draft_tokens,
     )
     for completions in found:
         for completion in completions:

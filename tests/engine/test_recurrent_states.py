@@ -81,6 +81,11 @@ def engine() -> DecodeEngine:
     return DecodeEngine(POLICY, mesh, CONFIG, jnp.float32)
 
 
+def test_drafts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"engine.draft_tokens=2: Qwen3NextForCausalLM has linear"):
+        DecodeEngine(POLICY, engine().mesh, chz.replace(CONFIG, draft_tokens=2), jnp.float32)
+
+
 class Updates:
     """Equal weights under a new version before every n-th dispatch."""
 
