@@ -51,8 +51,8 @@ def draft_tokens(
     """Return `count` tokens that may follow each slot's last one.
 
     They followed the longest match of the last tokens, up to `NGRAM_TOKENS`: in the slot's own
-    sequence, or if that is longer, in another sample of its prompt. Of equals the latest counts.
-    What follows a match up to the end of the sequence is repeated.
+    sequence, or if that is longer, in another sample of its prompt; of equals in one sequence, the
+    latest. What follows a match up to the end of the sequence is repeated.
 
     Args:
         state: Sequences of this device's slots.

@@ -738,9 +738,10 @@ def test_shaped_sampling_programs_run_only_when_needed():
     assert table.mode() == SamplingMode.PLAIN
 
 
-def test_bookkeeping_runs_no_python_per_token_or_slot():
+@pytest.mark.parametrize("draft_tokens", [0, 1])
+def test_bookkeeping_runs_no_python_per_token_or_slot(draft_tokens: int):
     def work(num_slots: int, num_steps: int) -> int:
-        table = SlotTable(num_slots=num_slots, max_new_tokens=2000, steps_per_dispatch=num_steps)
+        table = SlotTable(num_slots, 2000, num_steps // (1 + draft_tokens), draft_tokens)
         for slot in range(num_slots):
             table.assign_slot(
                 Sequence(request(max_new_tokens=2000, num_samples=num_slots), slot, slot=slot)
