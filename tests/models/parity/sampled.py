@@ -255,13 +255,13 @@ def family_settings(name: str, draw: Draw, sizes: Mapping[str, Any]) -> dict[str
 
 
 def mrope_section(draw: Draw, num_frequencies: int) -> list[int]:
-    """Draw how many frequencies rotate by time, row and column."""
+    """Sample how many frequencies rotate by time, row and column."""
     first, second = sorted(draw(*range(num_frequencies + 1)) for _ in range(2))
     return [first, second - first, num_frequencies - second]
 
 
 def tower_settings(name: str, draw: Draw, text: Mapping[str, Any]) -> dict[str, Any]:
-    """Draw the settings of a vision tower."""
+    """Sample the settings of a vision tower."""
     heads, depth = draw(1, 2, 3), draw(2, 3, 5)
     merge, patch = draw(1, 2, 3), draw(2, 3, 4)
     blocks = [i for i in range(depth) if draw(True, False)]
@@ -344,7 +344,7 @@ def sampled_config(name: str, seed: int) -> Any:
 
 
 def sampled_inputs(config: Any, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Draw sequences, as arguments of the model; with a tower, two with images and one without."""
+    """Sample sequences, as arguments of the model; with a tower, two with images and one without."""
     vision = getattr(config, "vision_config", None)
     if vision is None:
         return [{"input_ids": torch.randint(config.vocab_size, (1, n))} for n in LENGTHS]
