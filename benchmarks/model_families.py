@@ -227,8 +227,6 @@ def table(*, is_short: bool = False) -> list[str]:
         found = [parity[(name,)]["difference"] if (name,) in parity else None for name in names]
         differences = [each for each in found if each is not None]
         figure = f"{max(differences):.1e}" if len(differences) == len(found) else "not run"
-        if any(TRAITS[name].vision for name in names):
-            figure = "stored checkpoint"
         shown = ", ".join(f"`{name}`" if not is_short else SUFFIX.sub("", name) for name in names)
         lines.append(f"| {' | '.join((shown, *cells[: len(Family._fields)], figure))} |")
     return lines

@@ -201,7 +201,7 @@ def join_config(
     tower = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in asdict(vision).items()
-        if value not in (None, ()) and name not in (*_TOKENS, "kind")
+        if name in _SHARED_DEFAULTS | _DEFAULTS[vision.kind]
     }
     tower |= {
         "model_type": f"{outer['model_type']}_vision",

@@ -5,10 +5,11 @@ Needs torch beside areal_jax:
     pip install torch==2.13.0 transformers==5.23.0
     python tests/models/parity/sampled.py [--first=0] [--count=20] [--families=NAME,...] [--append]
 
-For each seed and family: the logits of two packed sequences and the gradient of their loss, the
-number of parameters, and the exported folder, which transformers reads with the same logits. Prints
-the largest difference of each family, and the configuration of each failure. `--append` also writes it
-to benchmarks/results/model_parity.jsonl, for the table of families.
+For each seed and family: the logits of packed sequences and the gradient of their loss, the number
+of parameters, and the exported folder, which transformers reads with the same logits. Of policies
+with a vision tower also the embeddings of images. Prints the largest differences of each family, and
+the configuration of each failure. `--append` also writes them to
+benchmarks/results/model_parity.jsonl, for the table of families.
 """
 
 # pyright: reportMissingImports=false
@@ -33,11 +34,15 @@ import transformers
 from jax.sharding import SingleDeviceSharding
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from make import gradient as file_gradient
 from results import append
 
 from areal_jax.models import hf
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Policy
+from areal_jax.models.vision.image_processor import ImageGrid
+from areal_jax.models.vision.layout import patch_layout, rope_positions
+from areal_jax.models.vision.tower import ImageInputs
 
 LENGTHS = (13, 20)
 TOLERANCE = 1e-4
@@ -50,9 +55,18 @@ class Differences(NamedTuple):
 
     logits: float
     gradient: float
-    """Of the embedding, by its largest number where that is above 1."""
+    """Of each parameter, by its largest number where that is above 1."""
     export: float
     """Of the logits of the exported folder."""
+    embeddings: float
+    """Of the tokens of images, by the largest number where that is above 1; 0 without images."""
+
+
+def scaled_difference(ours: Any, theirs: torch.Tensor) -> float:
+    """Return the largest difference, by the largest number where that is above 1."""
+    theirs = theirs.detach()
+    scale = max(1.0, float(theirs.abs().max()))
+    return float(np.abs(np.asarray(ours) - theirs.numpy()).max()) / scale
 
 
 def scaling(draw: Draw, *types: str) -> dict[str, Any]:
@@ -234,7 +248,41 @@ def family_settings(name: str, draw: Draw, sizes: Mapping[str, Any]) -> dict[str
             own |= {"norm_topk_prob": draw(True, False)}
             own |= draw({}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]})
         return own
+    if name in VISION:
+        rope["rope_parameters"]["mrope_section"] = mrope_section(draw, head // 2)
+        return rope | (biased if name == "Qwen3VL" else {"head_dim": None})
     raise ValueError(f"unknown family {name}")
+
+
+def mrope_section(draw: Draw, num_frequencies: int) -> list[int]:
+    """Sample how many frequencies rotate by time, row and column."""
+    first, second = sorted(draw(*range(num_frequencies + 1)) for _ in range(2))
+    return [first, second - first, num_frequencies - second]
+
+
+def tower_settings(name: str, draw: Draw, text: Mapping[str, Any]) -> dict[str, Any]:
+    """Sample the settings of a vision tower."""
+    heads, depth = draw(1, 2, 3), draw(2, 3, 5)
+    merge, patch = draw(1, 2, 3), draw(2, 3, 4)
+    blocks = [i for i in range(depth) if draw(True, False)]
+    tower = {
+        "depth": depth,
+        "hidden_size": heads * draw(4, 8, 12),
+        "num_heads": heads,
+        "intermediate_size": draw(6, 20),
+        "patch_size": patch,
+        "spatial_merge_size": merge,
+        "temporal_patch_size": draw(1, 2),
+        "in_channels": draw(1, 3),
+        "out_hidden_size": text["hidden_size"],
+    }
+    if name == "Qwen3VL":
+        return tower | {
+            "num_position_embeddings": draw(1, 2, 5, 8) ** 2,
+            "deepstack_visual_indexes": blocks[: text["num_hidden_layers"]],
+        }
+    window = merge * patch * draw(1, 2, 3) + draw(0, merge * patch - 1)
+    return tower | {"window_size": window, "fullatt_block_indexes": blocks}
 
 
 CONFIGS = {"Gemma3Text": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
@@ -242,8 +290,9 @@ CONFIGS["Qwen3_5Moe"] = "Qwen3_5MoeTextConfig"
 FAMILIES = (
     *("Qwen2", "Qwen3", "Qwen3Moe", "Qwen2Moe", "Llama", "Mistral", "Ministral", "Olmo2", "Olmo3"),
     *("Gemma3Text", "Phi3", "Glm4", "GptOss", "DeepseekV3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe"),
-    *("SeedOss", "Ernie4_5", "Olmoe", "Mixtral", "Glm4Moe"),
+    *("SeedOss", "Ernie4_5", "Olmoe", "Mixtral", "Glm4Moe", "Qwen2_5_VL", "Qwen3VL"),
 )
+VISION = ("Qwen2_5_VL", "Qwen3VL")
 
 
 PARTIAL = ("Phi3", "Glm4", "Glm4Moe", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
@@ -256,8 +305,9 @@ def sampled_config(name: str, seed: int) -> Any:
     def draw(*choices: Any) -> Any:
         return rng.choice(choices)
 
-    # Partial RoPE rotates an even number of dimensions.
-    kv_heads, head = draw(1, 2, 3), draw(*((4, 8) if name in PARTIAL else (4, 6, 8)))
+    # Partial RoPE rotates an even number of dimensions; M-RoPE shares them among three axes.
+    head_sizes = (8, 12, 20) if name in VISION else (4, 8) if name in PARTIAL else (4, 6, 8)
+    kv_heads, head = draw(1, 2, 3), draw(*head_sizes)
     heads = kv_heads * draw(1, 2, 4)
     sizes = {
         "vocab_size": draw(31, 40, 64),
@@ -279,25 +329,85 @@ def sampled_config(name: str, seed: int) -> Any:
     elif draw(True, False):
         # Heads that are not hidden_size / num_attention_heads wide.
         sizes["hidden_size"] = heads * draw(3, 5, 12)
-    tokens = {"bos_token_id": 1, "eos_token_id": draw(None, 2, [2, 3]), "pad_token_id": None}
-    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**sizes, **tokens)
+    sizes |= {"bos_token_id": 1, "eos_token_id": draw(None, 2, [2, 3]), "pad_token_id": None}
+    if name in VISION:
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        sizes = {
+            "tie_word_embeddings": sizes.pop("tie_word_embeddings"),
+            "text_config": sizes,
+            "vision_config": tower_settings(name, draw, sizes),
+            **{each: sizes["vocab_size"] - i for i, each in enumerate(names, 1)},
+        }
+    config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(**sizes)
     config._attn_implementation = config._experts_implementation = "eager"
     return config
+
+
+def sampled_inputs(config: Any, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Sample sequences, as arguments of the model; with a tower, two with images and one without."""
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        return [{"input_ids": torch.randint(config.vocab_size, (1, n))} for n in LENGTHS]
+    rng, made = random.Random(seed), []
+    others = [(1, 7), (6, 1), (2, 3), (5, 3), (4, 4)]
+    for squares in ([(1, 1), *rng.sample(others, 2)], [rng.choice(others)], []):
+        row = torch.randint(config.vision_end_token_id, (rng.choice((1, 3)),)).tolist()
+        for height, width in squares:
+            row += [config.vision_start_token_id, *[config.image_token_id] * (height * width)]
+            text = torch.randint(config.vision_end_token_id, (rng.choice((0, 3)),)).tolist()
+            row += [config.vision_end_token_id, *text]
+        made.append({"input_ids": torch.tensor([row])})
+        if squares:
+            grids = torch.tensor([(1, *each) for each in squares])
+            grids[:, 1:] *= vision.spatial_merge_size
+            channels = vision.in_channels * vision.temporal_patch_size
+            pixels = torch.randn(int(grids.prod(-1).sum()), channels * vision.patch_size**2)
+            made[-1] |= {"pixel_values": pixels, "image_grid_thw": grids}
+            made[-1]["mm_token_type_ids"] = (made[-1]["input_ids"] == config.image_token_id).int()
+    return made
+
+
+def joined(inputs: list[dict[str, torch.Tensor]], key: str) -> torch.Tensor:
+    return torch.cat([each[key] for each in inputs if key in each])
+
+
+def packed(policy: Policy, inputs: list[dict[str, torch.Tensor]]) -> tuple[Any, Any, Any, Any]:
+    """Return tokens, positions, segments and images of the sequences in one row."""
+    rows, vision = [each["input_ids"][0].numpy() for each in inputs], policy.config.vision
+    segments = np.repeat(np.arange(1, len(rows) + 1), [len(row) for row in rows])
+    if vision is None:
+        positions, images = [np.arange(len(row)) for row in rows], None
+    else:
+        grids = [
+            [ImageGrid(*grid[1:]) for grid in each.get("image_grid_thw", torch.zeros(0)).tolist()]
+            for each in inputs
+        ]
+        merge, is_image = vision.spatial_merge_size, [row == vision.image_token_id for row in rows]
+        positions = [rope_positions(*each, merge) for each in zip(is_image, grids, strict=True)]
+        slots = np.concatenate(is_image)
+        images = ImageInputs(
+            joined(inputs, "pixel_values").numpy()[None],
+            patch_layout([grid for row in grids for grid in row], merge)[None],
+            (np.cumsum(slots) * slots)[None],
+        )
+    columns = (np.concatenate(rows)[None], np.concatenate(positions)[None], segments[None], images)
+    return jax.tree.map(jnp.asarray, columns)
 
 
 def compare(name: str, seed: int) -> Differences:
     """Compare one policy."""
     config = sampled_config(name, seed)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    auto = f"AutoModelFor{'ImageTextToText' if name in VISION else 'CausalLM'}"
+    model = getattr(transformers, auto).from_config(config).float().eval()
     with torch.no_grad():
         for path, each in [*model.named_parameters(), *model.named_buffers()]:
             if not (isinstance(each, torch.nn.Parameter) or path.endswith("correction_bias")):
                 continue
             fan_in = each.shape[-1] if each.ndim > 1 and "embed" not in path else 4
             each.copy_(torch.randn(each.shape) / fan_in**0.5 + ("norm" in path) * 0.5)
-    sequences = [torch.randint(config.vocab_size, (1, length)) for length in LENGTHS]
-    logits = [model(each).logits for each in sequences]
+    inputs = sampled_inputs(config, seed)
+    logits = [model(**each).logits for each in inputs]
     torch.cat([x.log_softmax(-1)[0, :, 0] for x in logits]).sum().backward()
     expected = torch.cat([each[0] for each in logits]).detach().numpy()
     with tempfile.TemporaryDirectory() as name_of_folder:
@@ -308,34 +418,52 @@ def compare(name: str, seed: int) -> Differences:
         params = hf.load(folder / "theirs", policy, one)
         count = sum(leaf.size for leaf in jax.tree.leaves(params))
         assert policy.config.num_params == count, (policy.config.num_params, count)
-        tokens = jnp.asarray(torch.cat(sequences, 1).numpy().astype(np.int32))
-        segments = jnp.concatenate([jnp.full(n, i + 1) for i, n in enumerate(LENGTHS)])[None]
-        positions = jnp.concatenate([jnp.arange(n) for n in LENGTHS])[None]
+        tokens, positions, segments, images = packed(policy, inputs)
 
         def loss_of(params: Any) -> Any:
+            found = None
+            if images is not None:
+                found = policy.encode_images(params, images, compute_dtype=jnp.float32)
             hidden, _, _ = policy.hidden(
-                params, tokens, positions, packed_attention(segments), compute_dtype=jnp.float32
+                params,
+                tokens,
+                positions,
+                packed_attention(segments),
+                compute_dtype=jnp.float32,
+                images=found,
             )
             ours = hidden[0] @ policy.head(params)
-            return jax.nn.log_softmax(ours)[:, 0].sum(), ours
+            return jax.nn.log_softmax(ours)[:, 0].sum(), (ours, found)
 
-        gradient, ours = jax.jit(jax.grad(loss_of, has_aux=True))(params)
+        gradient, (ours, found) = jax.jit(jax.grad(loss_of, has_aux=True))(params)
         of_logits = float(np.abs(np.asarray(ours) - expected).max())
-        embedded = model.get_input_embeddings().weight.grad.numpy()
-        scale = max(1.0, float(np.abs(embedded).max()))
-        of_gradient = float(np.abs(np.asarray(gradient["embed"]) - embedded).max()) / scale
+        ours, theirs = dict(hf._to_files(policy, gradient)), file_gradient(model)
+        assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+        of_gradient = max(scaled_difference(ours[path], theirs[path]) for path in theirs)
+        of_images = 0.0 if found is None else image_difference(model, inputs, found.features[0])
         hf.save(folder / "ours", policy, params)
+        assert hf.read_config(folder / "ours") == policy.config
         copy = (
-            transformers.AutoModelForCausalLM.from_pretrained(
+            getattr(transformers, auto)
+            .from_pretrained(
                 folder / "ours", attn_implementation="eager", experts_implementation="eager"
             )
             .float()
             .eval()
         )
         with torch.no_grad():
-            again = np.concatenate([copy(each).logits[0].numpy() for each in sequences])
+            again = np.concatenate([copy(**each).logits[0].numpy() for each in inputs])
         of_export = float(np.abs(again - expected).max())
-    return Differences(of_logits, of_gradient, of_export)
+    return Differences(of_logits, of_gradient, of_export, of_images)
+
+
+def image_difference(model: Any, inputs: list[dict[str, torch.Tensor]], ours: Any) -> float:
+    """Compare the embeddings of images, and what DeepStack adds."""
+    pixels, grids = joined(inputs, "pixel_values"), joined(inputs, "image_grid_thw")
+    with torch.no_grad():
+        found = model.model.visual(pixels, grid_thw=grids)
+    deep = getattr(found, "deepstack_features", None) or []
+    return scaled_difference(ours, torch.stack([found.pooler_output, *deep], 1))
 
 
 def main() -> int:
@@ -345,7 +473,7 @@ def main() -> int:
     parser.add_argument("--families", default=",".join(FAMILIES), help="names, with commas")
     parser.add_argument("--append", action="store_true", help="write a row for each family")
     settings = parser.parse_args()
-    worst: dict[str, float] = {}
+    worst: dict[str, Differences] = {}
     failures = 0
     for seed in range(settings.first, settings.first + settings.count):
         for name in settings.families.split(","):
@@ -353,18 +481,19 @@ def main() -> int:
                 found = compare(name, seed)
             except Exception:  # any failure is reported with its configuration
                 traceback.print_exc()
-                found = Differences(np.inf, np.inf, np.inf)
-            worst[name] = max(worst.get(name, 0.0), *found)
+                found = Differences(*[np.inf] * len(Differences._fields))
+            worst[name] = Differences(*map(max, found, worst.get(name, found)))
             if not max(found) < TOLERANCE:
                 failures += 1
                 shown = json.dumps(sampled_config(name, seed).to_diff_dict(), default=str)
                 print(f"FAILED {name} seed {seed}: {found} {shown}", flush=True)
-        shown = ", ".join(f"{name} {value:.1e}" for name, value in worst.items())
+        shown = ", ".join(f"{name} {max(value):.1e}" for name, value in worst.items())
         print(f"seed {seed}: {shown}", flush=True)
     for name, value in worst.items() if settings.append else ():
-        architecture = f"{name.removesuffix('Text')}ForCausalLM"
-        row = {"architecture": architecture, "difference": value, "seeds": settings.count}
-        append("model_parity", row | {"first_seed": settings.first})
+        head = "ForConditionalGeneration" if name in VISION else "ForCausalLM"
+        row = {"architecture": f"{name.removesuffix('Text')}{head}", "difference": max(value)}
+        row |= value._asdict() | {"seeds": settings.count, "first_seed": settings.first}
+        append("model_parity", row)
     return failures > 0
 
 

@@ -1,5 +1,6 @@
 """Vision-language policies against transformers, whose results parity_vision/make.py has stored."""
 
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -192,6 +193,16 @@ def test_written_folders_are_read_back(family: str, tmp_path: Path) -> None:
     assert policy.config.to_hf(stored) == stored
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert policy.config.num_params == num_params
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_towers_without_special_blocks_are_read_back(family: str) -> None:
+    """Absent lists of blocks would mean those of published policies."""
+    config = original(family).policy.config
+    assert config.vision is not None
+    vision = replace(config.vision, fullatt_block_indexes=(), deepstack_visual_indexes=())
+    config = replace(config, vision=vision)
+    assert ModelConfig.from_hf(config.to_hf(), "a test") == config
 
 
 def test_files_of_earlier_releases_are_read() -> None:
