@@ -27,7 +27,7 @@ TRAIN_RULES: Rules = {
     "rank": (),
     "patch": (),
     "experts": ("expert",),
-    # Whole matrices: gathers of parts of a width would need copies in another layout.
+    # On TPUs as `experts`, see `_mesh_axes`.
     "expert_matrices": ("expert", "fsdp", "context"),
     "batch": ("data", "fsdp", "expert"),
     "tokens": ("context",),
@@ -60,7 +60,7 @@ def sharding(
 
     A mesh axis shards the first dimension that uses it. A dimension that is not divisible by its
     shards is replicated, so that small policies run on any mesh; `expert_matrices` are sharded over
-    the first of their mesh axes that divide them.
+    the first of their mesh axes that divide them, and on TPUs over those of `experts`.
 
     Args:
         mesh: mesh of the array.
@@ -211,6 +211,10 @@ def _mesh_axes(
         return None
     if axis not in rules:
         raise ValueError(f"expected a logical axis of {', '.join(rules)}, found {axis!r}")
+    # XLA for GPUs gathers parts of a width only after it has copied all layers into another layout;
+    # XLA for TPUs copies all layers of frozen experts unless it gathers parts of a width.
+    if axis == "expert_matrices" and mesh.devices.flat[0].platform == "tpu":
+        axis = "experts"
     # A mesh axis of one device shards nothing.
     names = tuple(name for name in rules[axis] if name not in used and mesh.shape[name] > 1)
     while names and size % math.prod(mesh.shape[name] for name in names):
