@@ -217,8 +217,8 @@ def _expert_row_bytes(
     expert axis.
     """
     width, targets = policy.config.hidden_size, () if policy.lora is None else policy.lora.targets
-    # The update of an adapter exists beside a product.
-    updates = int(any(target.startswith("experts.") for target in targets))
+    # Updates of adapters exist beside products, two at a time.
+    updates = 2 * any(target.startswith("experts.") for target in targets)
     assignments = tokens * mesh.shape["expert"] * moe.num_experts_per_tok
     device, num_experts = mesh.devices.flat[0], moe.num_experts // mesh.shape["expert"]
     inner = moe.moe_intermediate_size // mesh.shape["tensor"]
