@@ -30,10 +30,11 @@ import jax.numpy as jnp
 import numpy as np
 from results import append
 from rl_step_cpu import MODEL, TRAINER
-from train_mfu import KNOWN, model_config
+from train_mfu import model_config
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Policy
+from areal_jax.models.known import KNOWN
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import NO_VERSION, Group, Sample, Task

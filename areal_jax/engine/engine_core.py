@@ -136,7 +136,8 @@ class EngineCore:
         if engine.config.draft_tokens:
             started = {slot: scheduler.running[slot] for slot in insert.num_tokens}
             self._state = engine.record(
-                self._state, {slot: (each.tokens(), each.prompt) for slot, each in started.items()}
+                self._state,
+                {slot: (each.tokens(), each.prompt_checksum) for slot, each in started.items()},
             )
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         self._metrics.count("prefill_tokens", num_tokens)

@@ -55,7 +55,10 @@ class Scheduler:
             batch_invariant=config.batch_invariant != "off",
         )
         self.slots = SlotTable(
-            config.num_slots, config.max_new_tokens, config.steps_per_dispatch, config.draft_tokens
+            config.num_slots,
+            config.max_new_tokens,
+            config.tokens_per_dispatch,
+            has_drafts=config.draft_tokens > 0,
         )
         self.waiting: OrderedDict[str, SequenceGroup] = OrderedDict()
         """Groups with sequences that wait for a slot, by request id, in order of admission."""

@@ -105,7 +105,7 @@ class Sequence:
         return np.concatenate(parts)
 
     @property
-    def prompt(self) -> int:
+    def prompt_checksum(self) -> int:
         """Checksum of the prompt."""
         return zlib.crc32(self.request.prompt_tokens.tobytes()) >> 1
 

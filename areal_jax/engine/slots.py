@@ -35,13 +35,18 @@ class SlotTable:
     """Sampling parameters and progress of the running sequence of each slot, and the token log."""
 
     def __init__(
-        self, num_slots: int, max_new_tokens: int, steps_per_dispatch: int, draft_tokens: int = 0
+        self,
+        num_slots: int,
+        max_new_tokens: int,
+        tokens_per_dispatch: int,
+        *,
+        has_drafts: bool = False,
     ):
         self.active = np.zeros(num_slots, bool)
         self.changed = False
         """Whether `records` differ from the device's: the owner copies them and resets this."""
-        most = steps_per_dispatch * (1 + draft_tokens)
-        self.log = TokenLog(num_slots, max_new_tokens, most, has_drafts=draft_tokens > 0)
+        most = tokens_per_dispatch
+        self.log = TokenLog(num_slots, max_new_tokens, most, has_drafts=has_drafts)
         self._settings = empty_slots(num_slots)
         # Of each slot: last token of its sequence, cached tokens when it was assigned, and tokens
         # that it may sample from then on.
@@ -50,7 +55,7 @@ class SlotTable:
         self._budget = np.zeros(num_slots, np.int32)
         self._modes = np.full(num_slots, SamplingMode.PLAIN)
         # Most tokens of a slot in a dispatch, and columns of the view that it needs after them.
-        self._most, self._beyond = most, most if draft_tokens else 0
+        self._most, self._beyond = most, most if has_drafts else 0
 
     def assign_slot(self, sequence: Sequence) -> None:
         """Let a sequence run in its slot, after the tokens that it has sampled before."""

@@ -4,13 +4,12 @@ arXiv:2211.15841).
 Every expert's rows are a whole number of blocks, so that a program reads one matrix. Blocks after
 all groups are skipped, and a matrix is read only by the blocks that use it.
 
-Axes: R rows, b rows of a block, n blocks, E groups, I inputs, O outputs.
+Axes: R rows, b rows of a block, N blocks, E groups, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,8 +20,8 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-MIN_BLOCK = 16
-"""Fewest rows, inputs or outputs of a product in tensor cores."""
+from areal_jax.models.gpu_kernels import MIN_TILE, call_kernel
+
 MAX_BLOCK = 128
 
 
@@ -83,14 +82,15 @@ def gpu_grouped_product(
     x, w = _pad(x, 1), _pad(w, 2)
     num_inputs, num_outputs = (w.shape[2], w.shape[1]) if is_transposed else w.shape[1:]
     turn, columns = _divide(num_inputs, tiling.turn), _divide(num_outputs, tiling.columns)
-    starts = jnp.arange(0, len(x), block)
-    groups = (jnp.cumsum(sizes) <= starts[:, None]).sum(axis=1, dtype=jnp.int32)
+    groups = find_groups(sizes, block, len(x) // block)
     # No turn for a block after all groups.
-    turns = jnp.where(groups < len(w), jnp.int32(num_inputs // turn), 0)
-    return _call(
+    is_used = jnp.arange(0, len(x), block) < sizes.sum()
+    turns = jnp.where(is_used, jnp.int32(num_inputs // turn), 0)
+    return call_kernel(
         partial(_product_kernel, turn=turn, is_transposed=is_transposed),
-        tiling,
-        interpret,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        interpret=interpret,
         grid=(num_outputs // columns, len(x) // block),
         in_specs=[
             pl.BlockSpec((block, num_inputs), lambda o, r: (r, 0)),
@@ -129,10 +129,11 @@ def gpu_grouped_gradient(
     rows, columns = _divide(x.shape[1], tiling.rows), _divide(dy.shape[1], tiling.columns)
     ends = jnp.cumsum(sizes).astype(jnp.int32)
     turn = min(block, tiling.turn)
-    return _call(
+    return call_kernel(
         partial(_gradient_kernel, turn=turn),
-        tiling,
-        interpret,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        interpret=interpret,
         grid=(dy.shape[1] // columns, x.shape[1] // rows, len(sizes)),
         in_specs=[
             pl.BlockSpec((len(x), rows), lambda o, i, e: (0, i)),
@@ -145,9 +146,17 @@ def gpu_grouped_gradient(
     )(x, dy, ends - sizes.astype(jnp.int32), ends)[:, : sizes_of_result[0], : sizes_of_result[1]]
 
 
+def find_groups(sizes: Int[Array, "E"], block: int, num_blocks: int) -> Int[Array, "N"]:
+    """Find the group of each block; for blocks after all groups the last one."""
+    ends, blocks = jnp.cumsum(sizes) // block, jnp.arange(num_blocks)
+    # Compared at once: a binary search is one small kernel after another on a GPU.
+    groups = (ends <= blocks[:, None]).sum(axis=1, dtype=jnp.int32)
+    return jnp.minimum(groups, len(sizes) - 1)
+
+
 def _pad(x: Array, num_dims: int) -> Array:
     """Pad the last dimensions with zeros to multiples of what tensor cores need."""
-    missing = [-size % MIN_BLOCK for size in x.shape[-num_dims:]]
+    missing = [-size % MIN_TILE for size in x.shape[-num_dims:]]
     if not any(missing):
         return x
     return jnp.pad(x, [(0, 0)] * (x.ndim - num_dims) + [(0, each) for each in missing])
@@ -156,22 +165,6 @@ def _pad(x: Array, num_dims: int) -> Array:
 def _divide(size: int, most: int) -> int:
     """Return the largest power of two that divides a size, and at most `most`."""
     return math.gcd(size, most)
-
-
-def _call(
-    kernel: Callable[..., None], tiling: Tiling, interpret: bool, **spec: Any
-) -> Callable[..., Array]:
-    # jax drops an unused call of `jit`, as that of rematerialization is, but none of `pallas_call`.
-    return jax.jit(
-        pl.pallas_call(
-            kernel,
-            compiler_params=triton.CompilerParams(
-                num_warps=tiling.num_warps, num_stages=tiling.num_stages
-            ),
-            interpret=interpret,
-            **spec,
-        )
-    )
 
 
 def _product_kernel(

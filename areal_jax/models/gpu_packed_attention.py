@@ -25,13 +25,13 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.blocked_attention import ATTENDED, Visibility
+from areal_jax.models.gpu_kernels import MIN_TILE, call_kernel
 
 TILE = 128
 """Rows are padded to a multiple of this."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 _LOG2_E = math.log2(math.e)
-_MIN_HEAD = 16  # of a product in tensor cores
 
 
 class Blocking(NamedTuple):
@@ -84,7 +84,7 @@ def gpu_attention(
     """
     T, H = q.shape[1], q.shape[3]
     # Triton's arrays have sizes that are powers of two. Zeros change no scores.
-    missing = max(_MIN_HEAD, pl.next_power_of_2(H)) - H
+    missing = max(MIN_TILE, pl.next_power_of_2(H)) - H
     q, k, v = (jnp.pad(x, ((0, 0), (0, -T % TILE), (0, 0), (0, missing))) for x in (q, k, v))
     places = jnp.arange(q.shape[1])
     until, positions = (jnp.pad(x, ((0, 0), (0, -T % TILE))) for x in visibility)
@@ -306,16 +306,12 @@ class _Specs:
 def _call(
     kernel: Callable[..., None], blocking: Blocking, settings: _Settings, **spec: Any
 ) -> Callable[..., Any]:
-    # jax drops an unused call of `jit`, as that of rematerialization is, but none of `pallas_call`.
-    return jax.jit(
-        pl.pallas_call(
-            partial(kernel, blocking=blocking, scale=settings.scale, window=settings.window),
-            compiler_params=triton.CompilerParams(
-                num_warps=blocking.num_warps, num_stages=blocking.num_stages
-            ),
-            interpret=settings.interpret,
-            **spec,
-        )
+    return call_kernel(
+        partial(kernel, blocking=blocking, scale=settings.scale, window=settings.window),
+        num_warps=blocking.num_warps,
+        num_stages=blocking.num_stages,
+        interpret=settings.interpret,
+        **spec,
     )
 
 

@@ -26,10 +26,11 @@ from areal_jax.models.adapted import Adapted
 from areal_jax.models.architecture import ExpertGroups, ModelConfig, MoEConfig
 from areal_jax.models.gpu_grouped_products import (
     MAX_BLOCK,
-    MIN_BLOCK,
+    find_groups,
     gpu_grouped_gradient,
     gpu_grouped_product,
 )
+from areal_jax.models.gpu_kernels import MIN_TILE
 from areal_jax.models.quantized import Quantized, rescale
 from areal_jax.models.traits import Activation
 from areal_jax.parallel.sharding import Rules, sharding
@@ -293,7 +294,7 @@ def row_layout(
     if kernel != "blocks":
         block = min(block, MAX_BLOCK)
     if kernel == "gpu":
-        block = max(block, MIN_BLOCK)
+        block = max(block, MIN_TILE)
     num_padded = min(num_experts, num_assignments) if block > 1 else 0
     return block, block * (num_assignments // block + num_padded)
 
@@ -355,7 +356,7 @@ def local_experts(
         y = _product(x, w.values if isinstance(w, Quantized) else w, padded, block, kernel)
         if not bias and not isinstance(w, Quantized):
             return y
-        groups = jnp.repeat(_groups(padded, block, num_rows // block), block)
+        groups = jnp.repeat(find_groups(padded, block, num_rows // block), block)
         if isinstance(w, Quantized):
             y = rescale(y, w.scale[:, 0][groups])
         return y + bias[0][groups].astype(y.dtype) if bias else y
@@ -519,16 +520,12 @@ def _product_backward(
     block: int, kernel: GroupedKernel, saved: tuple[Array, Array, Array], dy: Array
 ) -> tuple[Array, Array, None]:
     x, w, sizes = saved
-    match kernel:
-        case "gpu":
-            dx = gpu_grouped_product(dy, w.astype(dy.dtype), sizes, block, is_transposed=True)
-            dw = gpu_grouped_gradient(x, dy, sizes, block, w.dtype)
-        case "tpu":
-            dx = _product(dy, w.swapaxes(1, 2), sizes, block, kernel)
-            dw = tpu_gradient(x, dy, sizes)
-        case "blocks":
-            dx = _product(dy, w.swapaxes(1, 2), sizes, block, kernel)
-            dw = _gradient_by_blocks(x, dy, sizes, block=block)
+    if kernel == "gpu":
+        dx = gpu_grouped_product(dy, w.astype(dy.dtype), sizes, block, is_transposed=True)
+        return dx, gpu_grouped_gradient(x, dy, sizes, block, w.dtype), None
+    dx = _product(dy, w.swapaxes(1, 2), sizes, block, kernel)
+    is_tpu = kernel == "tpu"
+    dw = tpu_gradient(x, dy, sizes) if is_tpu else _gradient_by_blocks(x, dy, sizes, block=block)
     return dx, dw.astype(w.dtype), None
 
 
@@ -537,7 +534,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 def _by_blocks(x: Array, w: Array, sizes: Array, *, block: int) -> Array:
     blocks = x.reshape(-1, block, x.shape[-1])
-    return jnp.einsum("nbi,nio->nbo", blocks, w[_groups(sizes, block, len(blocks))]).reshape(
+    return jnp.einsum("nbi,nio->nbo", blocks, w[find_groups(sizes, block, len(blocks))]).reshape(
         len(x), -1
     )
 
@@ -546,14 +543,8 @@ def _gradient_by_blocks(x: Array, dy: Array, sizes: Array, *, block: int) -> Arr
     x, dy = (array.reshape(-1, block, array.shape[-1]) for array in (x, dy))
     block_gradients = jnp.einsum("nbi,nbo->nio", x, dy, preferred_element_type=jnp.float32)
     return jax.ops.segment_sum(
-        block_gradients, _groups(sizes, block, len(x)), len(sizes), indices_are_sorted=True
+        block_gradients, find_groups(sizes, block, len(x)), len(sizes), indices_are_sorted=True
     )
-
-
-def _groups(sizes: Array, block: int, num_blocks: int) -> Array:
-    """Group of each block; for blocks after all groups, whose rows are 0, the last one."""
-    ends = jnp.cumsum(sizes) // block
-    return jnp.minimum(jnp.searchsorted(ends, jnp.arange(num_blocks), side="right"), len(sizes) - 1)
 
 
 def tpu_gradient(

@@ -16,13 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from areal_jax.models.gpu_kernels import MIN_TILE
+
 BLOCK_TOKENS = 64
 """Tokens that a kernel processes at once; at least one page."""
 _PROGRAMS = 2048
 """Target number of programs, several per processor of a large GPU; decides the number of parts."""
 _NUM_WARPS, _NUM_STAGES = 2, 3
 """With the number of programs the fastest of those tried on an H200, for heads of 128."""
-_MIN_ROWS = 16  # of a product in tensor cores
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -71,7 +72,7 @@ def gpu_paged_attention(
         )
     G, width = N // K, max(BLOCK_TOKENS // p, 1)
     rows, num_parts = (
-        max(_MIN_ROWS, pl.next_power_of_2(G)),
+        max(MIN_TILE, pl.next_power_of_2(G)),
         max(1, min(16, _PROGRAMS // (B * K))),
     )
     q = jnp.pad(

@@ -175,7 +175,7 @@ def fingerprint(program: str) -> str:
 
 
 def _coordinates(device: jax.Device) -> Sequence[int]:
-    """Return the place of a TPU in its slice; compile-only GPUs have one, too, real ones none."""
+    """Return the place of a TPU in its slice; a GPU is known by its number."""
     return getattr(device, "coords", ()) if device.platform == "tpu" else ()
 
 

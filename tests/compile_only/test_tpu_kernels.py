@@ -88,7 +88,7 @@ def test_gradients_of_experts_do_not_multiply_rows_of_other_experts() -> None:
 
 
 @pytest.mark.parametrize("rank", [4, 16])
-def test_gradients_of_expert_adapters_do_not_multiply_rows_of_other_experts(rank: int) -> None:
+def test_expert_adapters_do_not_multiply_rows_of_other_experts(rank: int) -> None:
     def flops(num_experts: int) -> float:
         def whole(*sizes: int) -> Any:
             return jax.ShapeDtypeStruct((num_experts, *sizes), jnp.bfloat16)

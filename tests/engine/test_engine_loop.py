@@ -724,7 +724,7 @@ def test_nothing_is_compiled_after_warm_up():
 
 
 def test_shaped_sampling_programs_run_only_when_needed():
-    table = SlotTable(num_slots=3, max_new_tokens=20, steps_per_dispatch=4)
+    table = SlotTable(num_slots=3, max_new_tokens=20, tokens_per_dispatch=4)
     table.assign_slot(Sequence(request(), 0, slot=0))
     table.assign_slot(Sequence(request(temperature=0.0, top_k=3, top_p=0.5), 0, slot=1))
     assert table.mode() == SamplingMode.PLAIN
@@ -741,7 +741,7 @@ def test_shaped_sampling_programs_run_only_when_needed():
 @pytest.mark.parametrize("draft_tokens", [0, 1])
 def test_bookkeeping_runs_no_python_per_token_or_slot(draft_tokens: int):
     def work(num_slots: int, num_steps: int) -> int:
-        table = SlotTable(num_slots, 2000, num_steps // (1 + draft_tokens), draft_tokens)
+        table = SlotTable(num_slots, 2000, num_steps, has_drafts=draft_tokens > 0)
         for slot in range(num_slots):
             table.assign_slot(
                 Sequence(request(max_new_tokens=2000, num_samples=num_slots), slot, slot=slot)
@@ -766,7 +766,7 @@ def test_bookkeeping_runs_no_python_per_token_or_slot(draft_tokens: int):
 
 @pytest.mark.parametrize("num_before", [0, 3])
 def test_only_the_end_of_an_answer_is_read(num_before: int):
-    table = SlotTable(num_slots=2, max_new_tokens=20, steps_per_dispatch=4)
+    table = SlotTable(num_slots=2, max_new_tokens=20, tokens_per_dispatch=4)
     before = np.arange(num_before, dtype=np.int32)
     reported = TopLogprobs(np.tile(before[:, None], 2), np.zeros((num_before, 2), np.float32))
     asked = replace(request(), sampling=Sampling(20, num_top_logprobs=2))
@@ -879,7 +879,7 @@ def test_arriving_weights_prevent_running_ahead():
 
 def test_dispatch_with_finished_slots_samples_no_tokens():
     warm = engine()
-    table = SlotTable(num_slots=8, max_new_tokens=20, steps_per_dispatch=4)
+    table = SlotTable(num_slots=8, max_new_tokens=20, tokens_per_dispatch=4)
     table.assign_slot(Sequence(request(max_new_tokens=4), 0, slot=0))
     state = warm.assign_slot(warm.init_state(), table.records())
     state, packed = warm.generate(laid_out(warm, 0), state)
