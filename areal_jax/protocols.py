@@ -82,6 +82,7 @@ class Generate(Protocol):
         num_samples: int,
         *,
         max_new_tokens: int | None = None,
+        grammar: str = "",
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
         """Return `num_samples` completions of a prompt.
@@ -90,6 +91,8 @@ class Generate(Protocol):
             prompt_tokens: the rendered prompt.
             num_samples: number of completions.
             max_new_tokens: token budget of this call, below the run's; None: the run's.
+            grammar: grammar that the completions match, as of `data/grammars.py`; empty: none.
+                Log-probs remain those among all tokens.
             on_progress: as in `Request`.
         """
         ...

@@ -119,12 +119,22 @@ class Sampling:
     num_top_logprobs: int = 0
     """Number of most likely tokens to return at each position."""
     grammar: str = ""
-    """Grammar that the completion matches, as of `data/grammars.py`; empty: none. Log-probs are
-    then those of the tokens that may follow in it."""
+    """Grammar that the completion matches, as of `data/grammars.py`; empty: none."""
+    unmasked_logprobs: bool = False
+    """Whether log-probs of a completion with a grammar are those among all tokens, as a trainer
+    computes them, and not those among the tokens that may follow in the grammar."""
 
-    def with_max_new_tokens(self, max_new_tokens: int | None) -> Sampling:
-        """Return the same parameters with another token budget; None keeps the budget."""
-        return self if max_new_tokens is None else replace(self, max_new_tokens=max_new_tokens)
+    def of_call(self, max_new_tokens: int | None, grammar: str) -> Sampling:
+        """Return the same parameters for one call of a workflow.
+
+        Args:
+            max_new_tokens: token budget; None keeps the budget.
+            grammar: grammar of the completions; empty: none.
+        """
+        budget = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        return replace(
+            self, max_new_tokens=budget, grammar=grammar, unmasked_logprobs=bool(grammar)
+        )
 
 
 class TopLogprobs(NamedTuple):
@@ -258,12 +268,18 @@ class CallIds:
         self._task, self._num_calls = task, Counter[str]()
 
     def next(
-        self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, max_new_tokens: int | None
+        self,
+        prompt_tokens: Int32[np.ndarray, "P"],
+        num_samples: int,
+        max_new_tokens: int | None,
+        grammar: str,
     ) -> str:
-        """Return the id of the next call with this prompt and budget."""
-        # The budget is part of the id: a replay never returns a completion of another length.
-        budget = b"" if max_new_tokens is None else f"/{num_samples}/{max_new_tokens}".encode()
-        kind = hashlib.blake2b(prompt_tokens.tobytes() + budget, digest_size=6).hexdigest()
+        """Return the id of the next call with this prompt, budget and grammar."""
+        # They are part of the id: a replay never returns a completion of another length or format.
+        asked = "" if max_new_tokens is None else f"/{num_samples}/{max_new_tokens}"
+        asked += grammar and f"/{grammar}"
+        named = prompt_tokens.tobytes() + asked.encode()
+        kind = hashlib.blake2b(named, digest_size=6).hexdigest()
         self._num_calls[kind] += 1
         return f"{self._task}.{kind}.{self._num_calls[kind] - 1}"
 

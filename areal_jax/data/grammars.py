@@ -19,6 +19,8 @@ from areal_jax.errors import InvalidRequest
 if TYPE_CHECKING:
     import llguidance
 
+    from areal_jax.data.tokenizer import HFTokenizer
+
 MAX_GRAMMAR_BYTES = 1 << 16
 """Largest grammar, in bytes: what is to be compiled is bounded, because compiling is."""
 
@@ -131,6 +133,11 @@ class Grammars:
         self._compiled = OrderedDict[str, "llguidance.LLMatcher"]()
         # `_compiling` is held for seconds; `_lock` guards `_compiled`, and copies, which are quick.
         self._compiling, self._lock = threading.Lock(), threading.Lock()
+
+    @classmethod
+    def of(cls, tokenizer: HFTokenizer, vocab_size: int) -> Grammars:
+        """Return the grammars of a policy with this tokenizer and number of logits."""
+        return cls(tokenizer.to_json, vocab_size, tokenizer.stop_token_ids)
 
     def matcher(self, grammar: str) -> Matcher:
         """Return the start of an answer in a grammar, which is compiled at its first use.

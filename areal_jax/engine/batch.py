@@ -97,6 +97,8 @@ class TokenMasks(NamedTuple):
     """Bit v % 32 of word v // 32 says whether a slot may sample token v."""
     num_tokens: Int32[Any, "S"]
     """Most tokens that each slot samples."""
+    unmasked: Bool[Any, "S"]
+    """Whether log-probs of a slot are those among all tokens."""
 
 
 class DecodeOutput(NamedTuple):

@@ -246,7 +246,8 @@ class DecodeShapes:
         """Return the shapes of the tokens that slots may sample."""
         num_slots, vocab_size = self.config.num_slots, self.policy.config.vocab_size
         bits = self.array((num_slots, -(-vocab_size // 32)), jnp.int32, "slots")
-        return TokenMasks(bits, self.array((num_slots,), jnp.int32, "slots"))
+        per_slot = (self.array((num_slots,), each, "slots") for each in (jnp.int32, jnp.bool_))
+        return TokenMasks(bits, *per_slot)
 
     def features(self, rows: int, tokens: int, *axes: str) -> Any:
         """Return the shape of the embeddings of images, and of what is added after layers."""

@@ -103,9 +103,9 @@ class Dispatch:
         if shapes.policy.config.vision is not None:
             self.rope_position = self.position + self.field("rope_offset")
         self._temperature = self.field("temperature")
-        self.slot_tokens, self._allowed = None, None
+        self.slot_tokens, self._allowed, self._unmasked = None, None, None
         if masks is not None:
-            self.slot_tokens = masks.num_tokens
+            self.slot_tokens, self._unmasked = masks.num_tokens, masks.unmasked
             self._allowed = sampling.unpack_bits(masks.bits, shapes.policy.config.vocab_size)
         self._stop_tokens = self.field("stop_tokens")
         self._in_prompt, self._num_top_logprobs = None, 0
@@ -229,13 +229,17 @@ class Dispatch:
         Returns:
             Tokens, their log-probs, and the processed logits.
         """
-        logits = self._process(i, logits, token_counts)
+        processed = self._process(i, logits, token_counts)
         uniform = (
             self._uniforms[:, i]
             if i.ndim == 0
             else jnp.take_along_axis(self._uniforms, i[:, None], axis=1)[:, 0]
         )
-        return *sampling.sample_tokens(logits, uniform, self._temperature), logits
+        tokens, logp = sampling.sample_tokens(processed, uniform, self._temperature)
+        if self._unmasked is not None:
+            among_all = sampling.logprobs_among_all(logits, self._temperature, tokens)
+            logp = jnp.where(self._unmasked, among_all, logp)
+        return tokens, logp, processed
 
     def advance(
         self,

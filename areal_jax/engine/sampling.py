@@ -164,6 +164,18 @@ def most_likely(
     return jnp.pad(tokens, lacking), jnp.pad(logp, lacking, constant_values=-jnp.inf)
 
 
+def logprobs_among_all(
+    logits: Float32[Array, "S V"], temperature: Float32[Array, "S"], tokens: Int32[Array, "S"]
+) -> Float32[Array, "S"]:
+    """Return the log-prob of a token per slot under softmax(logits / temperature).
+
+    Temperature 0 counts as 1.
+    """
+    scaled = logits / jnp.where(temperature == 0, 1.0, temperature)[:, None]
+    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0]
+    return chosen - jax.nn.logsumexp(scaled, axis=-1)
+
+
 def _invert(
     weights: Float32[Array, "S V"], uniform: Float32[Array, "S"]
 ) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:

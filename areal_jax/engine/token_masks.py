@@ -33,9 +33,11 @@ class TokenMasker:
         # A new array, because one on a CPU device may share memory with the host's.
         bits, failed = np.full(self._shape, -1, np.int32), dict[str, InvalidRequest]()
         num_tokens = np.full(self._shape[0], self._most, np.int32)
+        unmasked = np.zeros(self._shape[0], np.bool_)
         for sequence in sequences:
             assert sequence.slot is not None
             num_tokens[sequence.slot] = 1
+            unmasked[sequence.slot] = sequence.request.sampling.unmasked_logprobs
             try:
                 if sequence.matcher is None:
                     sequence.matcher = self._grammars.matcher(sequence.request.sampling.grammar)
@@ -44,4 +46,4 @@ class TokenMasker:
                 sequence.matcher.allowed(bits[sequence.slot])
             except InvalidRequest as error:
                 failed[sequence.request.id] = error
-        return TokenMasks(bits, num_tokens), failed
+        return TokenMasks(bits, num_tokens, unmasked), failed

@@ -205,14 +205,15 @@ class EvaluationCalls:
         num_samples: int,
         *,
         max_new_tokens: int | None = None,
+        grammar: str = "",
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
-        call = self._call_ids.next(prompt_tokens, num_samples, max_new_tokens)
+        call = self._call_ids.next(prompt_tokens, num_samples, max_new_tokens, grammar)
         request = Request(
             id=f"eval-{self.version}-{call}",
             prompt_tokens=prompt_tokens,
             num_samples=num_samples,
-            sampling=self.sampling.with_max_new_tokens(max_new_tokens),
+            sampling=self.sampling.of_call(max_new_tokens, grammar),
             seed=derive_seed(self.seed, f"eval-{call}"),
             min_version=self.version,
             on_progress=on_progress,

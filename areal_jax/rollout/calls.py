@@ -52,9 +52,10 @@ class JournaledGenerate:
         num_samples: int,
         *,
         max_new_tokens: int | None = None,
+        grammar: str = "",
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
-        call_id = self._call_ids.next(prompt_tokens, num_samples, max_new_tokens)
+        call_id = self._call_ids.next(prompt_tokens, num_samples, max_new_tokens, grammar)
         sampled = self.journal.get(call_id, ())
         if sampled and len(sampled) != num_samples:
             raise ValueError(
@@ -67,7 +68,7 @@ class JournaledGenerate:
             id=call_id,
             prompt_tokens=prompt_tokens,
             num_samples=num_samples,
-            sampling=self.sampling.with_max_new_tokens(max_new_tokens),
+            sampling=self.sampling.of_call(max_new_tokens, grammar),
             seed=derive_seed(self.seed, call_id),
             min_version=self.min_version,
             resume=sampled,

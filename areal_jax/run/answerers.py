@@ -101,7 +101,8 @@ class LocalAnswerer:
         """Load the weights and start the engine, until the block ends."""
         decoding = self.decoding
         weights = await asyncio.to_thread(decoding.load)
-        with closing(EngineLoop(decoding.engine, Pinned(weights))) as engine:
+        engine_loop = EngineLoop(decoding.engine, Pinned(weights), grammars=decoding.grammars())
+        with closing(engine_loop) as engine:
             engine.start()
             async with AsyncExitStack() as stack:
                 opponents = await start_opponents(

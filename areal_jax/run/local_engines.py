@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack, closing
 from functools import partial
 
+from areal_jax.data.grammars import Grammars
 from areal_jax.engine.decode_state import EngineParams
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.fleet import Fleet
@@ -40,9 +41,15 @@ def start_engine_loops(
     sources = rolling_sources(
         [weight_channel.source(number) for number in range(len(plan.engines))]
     )
+    grammars = Grammars.of(plan.tokenizer, plan.policy.config.vocab_size)
     fleet = Fleet(
         [
-            EngineLoop(engine, source, on_event=partial(_trace_engine, trace, source, number))
+            EngineLoop(
+                engine,
+                source,
+                on_event=partial(_trace_engine, trace, source, number),
+                grammars=grammars,
+            )
             for number, (engine, source) in enumerate(zip(plan.engines, sources, strict=True))
         ]
     )

@@ -210,8 +210,7 @@ class DecodingPolicy:
 
     def grammars(self) -> Grammars:
         """Return the grammars that completions may match."""
-        tokenizer, size = self.tokenizer, self.policy.config.vocab_size
-        return Grammars(tokenizer.to_json, size, tokenizer.stop_token_ids)
+        return Grammars.of(self.tokenizer, self.policy.config.vocab_size)
 
     def load(self) -> Weights:
         """Load the weights in the engine's layout.

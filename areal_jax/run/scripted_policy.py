@@ -85,6 +85,7 @@ class ScriptedPolicy:
         num_samples: int,
         *,
         max_new_tokens: int | None = None,
+        grammar: str = "",
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
         """Return the script's next turn. Only scripts that are to be truncated end at the budget.

@@ -82,7 +82,10 @@ class EngineHost:
             end_turn=lambda ticket: emit("turn_ended", ticket),
         )
         self._engine_loop = EngineLoop(
-            engine, self._rolling_source, on_event=self._start_engine_loop
+            engine,
+            self._rolling_source,
+            on_event=self._start_engine_loop,
+            grammars=found.grammars(),
         )
         engine.warm_up()
         self._engine_loop.start()

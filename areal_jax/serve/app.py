@@ -94,6 +94,11 @@ class Backend(Protocol):
         """Those of the engine; None: answers have no format."""
         ...
 
+    @property
+    def unmasked_logprobs(self) -> bool:
+        """Whether log-probs of answers in a format are those among all tokens."""
+        ...
+
     def serves(self, model: str) -> bool:
         """Return whether a name is that of the policy."""
         ...
@@ -934,7 +939,8 @@ def _with_grammar(source: Backend, params: GenerationParams, prompt: Prompt) -> 
         source.grammars.matcher(grammar)
     except InvalidRequest as error:
         raise APIError(400, f"{param}: {error}", param=param) from error
-    return replace(params, sampling={**params.sampling, "grammar": grammar})
+    constraint = {"grammar": grammar, "unmasked_logprobs": source.unmasked_logprobs}
+    return replace(params, sampling=params.sampling | constraint)
 
 
 def _require_model(source: Backend, wanted: str) -> None:

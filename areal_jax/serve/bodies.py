@@ -104,7 +104,8 @@ class GenerationParams:
     @property
     def is_constrained(self) -> bool:
         """Whether log-probs are of the tokens that the format allows."""
-        return bool(self.sampling.get("grammar"))
+        sampling = self.sampling
+        return bool(sampling.get("grammar")) and not sampling.get("unmasked_logprobs")
 
 
 class RemoteImage(NamedTuple):

@@ -43,6 +43,10 @@ class EngineBackend:
     reward model."""
     _numbers: count[int] = field(default_factory=count)
 
+    @property
+    def unmasked_logprobs(self) -> bool:
+        return False
+
     def enter(self, session: str, key: str) -> EngineBackend:
         if session:
             raise APIError(404, "this server has no sessions")

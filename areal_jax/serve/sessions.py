@@ -6,7 +6,8 @@ found by their text, and enter the next prompt as the sampled tokens: they are n
 rendered again.
 
 Tokens are sampled with the run's own sampling parameters; an agent's temperature, top_p, penalties
-and seed have no effect.
+and seed have no effect. An answer in a given format is sampled among the tokens that its grammar
+allows, and recorded with log-probs among all tokens, as a trainer computes them.
 """
 
 from __future__ import annotations
@@ -62,8 +63,7 @@ class Session:
     tokenizer: HFTokenizer
     _generate: Generate
     _max_new_tokens: int
-    grammars: Grammars | None = None
-    """Those of the engines; None: answers have no format."""
+    grammars: Grammars
     _finished: list[FinishedCall] = field(default_factory=list)
     _calls: list[tuple[Int32[np.ndarray, "_"], Completion]] = field(default_factory=list)
     # Requests in progress, which `close` cancels.
@@ -78,6 +78,10 @@ class Session:
         the sampled tokens.
         """
         return tuple(self._calls)
+
+    @property
+    def unmasked_logprobs(self) -> bool:
+        return True
 
     def serves(self, model: str) -> bool:
         return True  # agents were written for other policies
@@ -131,7 +135,11 @@ class Session:
             raise APIError(400, f"{refused[0]} is not supported in training", param=refused[0])
         budget = min(generation_params.max_new_tokens or self._max_new_tokens, self._max_new_tokens)
         return await self._generate(
-            prompt, generation_params.num_samples, max_new_tokens=budget, on_progress=on_progress
+            prompt,
+            generation_params.num_samples,
+            max_new_tokens=budget,
+            grammar=generation_params.sampling.get("grammar", ""),
+            on_progress=on_progress,
         )
 
     async def score(self, prompt: Int32[np.ndarray, "P"], num_top: int) -> Completion:
@@ -175,11 +183,10 @@ class AgentServer:
         Args:
             timeout_s: Time limit of an agent, and of each of its calls.
         """
-        self._tokenizer, self._max_new_tokens, self._timeout_s = (
-            tokenizer,
-            max_new_tokens,
-            timeout_s,
-        )
+        self._tokenizer, self._max_new_tokens = tokenizer, max_new_tokens
+        self._timeout_s = timeout_s
+        # Formats are checked here, before an engine is asked.
+        self._grammars = Grammars.of(tokenizer, tokenizer.vocab_size)
         self._sessions = dict[str, Session]()
         self._port = 0
 
@@ -198,7 +205,12 @@ class AgentServer:
         name = secrets.token_hex(8)
         base_url = f"http://{HOST}:{self._port}/sessions/{name}/v1"
         session = Session(
-            base_url, secrets.token_urlsafe(32), self._tokenizer, generate, self._max_new_tokens
+            base_url,
+            secrets.token_urlsafe(32),
+            self._tokenizer,
+            generate,
+            self._max_new_tokens,
+            self._grammars,
         )
         self._sessions[name] = session
         try:

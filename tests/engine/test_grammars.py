@@ -114,6 +114,20 @@ def test_completions_match_and_logp_are_of_the_masked_distribution():
         np.testing.assert_allclose(each.logp, masked_logp(each, regex_grammar(PATTERN)), atol=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_unmasked_logprobs_of_matching_completions_are_the_trainers(temperature: float):
+    masked = constrained(num_samples=6, seed=3, temperature=temperature)
+    sampling = replace(masked.sampling, unmasked_logprobs=True)
+    [same, completions], _ = answered(masked, replace(masked, id="u", sampling=sampling))
+    for one, other in zip(same, completions, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        logits = trainer_distribution(PROMPT, other, 0) / temperature
+        expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        logp = np.take_along_axis(expected, other.tokens[:, None], 1)[:, 0]
+        np.testing.assert_allclose(other.logp, logp, atol=1e-4)
+        assert (one.logp > other.logp + 1e-3).any()
+
+
 def test_requests_without_grammar_keep_their_tokens_and_dispatches():
     # 20 tokens in dispatches of 4 steps, alone and beside completions of at most 8 tokens.
     plain = request("plain", num_samples=2)

@@ -61,7 +61,7 @@ from areal_jax.run.trainer import initial_critic, initial_weights, rl_trainer
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.frozen import FrozenPolicy
 from areal_jax.trainer.ppo import Trainer
-from areal_jax.workflows.config import MultiTurn
+from areal_jax.workflows.config import Agent, MultiTurn
 from areal_jax.workflows.single_turn import SingleTurn
 
 ONE = PlacementConfig()
@@ -403,6 +403,42 @@ def test_multi_turn_runs_train_and_resume(tiny_policy: Path, tmp_path: Path) -> 
     assert [row["reward"] for row in rows] == [
         worth[count, row["grade"]] for count, row in zip(turns, rows, strict=True)
     ]
+
+
+IN_FORMAT = """
+from openai import AsyncOpenAI
+
+async def agent(task, base_url, api_key):
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as policy:
+        reply = await policy.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": task.prompt[0].content}],
+            extra_body={"structured_outputs": {"regex": "[0-9]{2,4}!"}},
+        )
+    return reply.choices[0].message.content[0] in "02468"
+"""
+
+
+@pytest.mark.slow
+def test_answers_in_a_format_train_with_the_policys_logprobs(
+    tiny_policy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "agents.py").write_text(IN_FORMAT)
+    exp = chz.replace(
+        experiment(tiny_policy, ONE, num_steps=2, max_staleness=0),
+        workflow=Agent(function=f"{tmp_path}/agents.py:agent"),
+    )
+    plan = planned(exp)
+    run_loop(plan, tmp_path / "run")
+    rows, texts = samples(tmp_path / "run"), list[str]()
+    for row in rows:
+        is_sampled = np.array(row["versions"]) >= 0
+        texts.append(plan.tokenizer.decode(np.array(row["tokens"], np.int32)[is_sampled]))
+    assert len(rows) == 32 and len(set(texts)) > 8
+    assert all(re.fullmatch("[0-9]{2,4}!", text) for text in texts), texts
+    # Sampled among the tokens of the format; the trainer finds the log-probs that are recorded.
+    for step in jsonl.read(tmp_path / "run" / "metrics.jsonl"):
+        assert step["trainer/log_ratio_rms"] < 1e-5
 
 
 @pytest.mark.parametrize("adapter", [None, LoRA(rank=2)], ids=["all parameters", "an adapter"])

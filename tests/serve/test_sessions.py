@@ -19,6 +19,7 @@ import pytest
 from jaxtyping import Int32
 from scripted_engine import TOKENIZER, completion
 
+from areal_jax.data.grammars import choice_grammar, json_grammar
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.protocols import Generate
@@ -39,6 +40,7 @@ class Odd:
         self.rng = np.random.default_rng(seed)
         self.sampled = list[tuple[list[int], list[int]]]()
         self.budgets = list[int | None]()
+        self.grammars = list[str]()
 
     async def __call__(
         self,
@@ -46,9 +48,11 @@ class Odd:
         num_samples: int,
         *,
         max_new_tokens: int | None = None,
+        grammar: str = "",
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
         self.budgets.append(max_new_tokens)
+        self.grammars.append(grammar)
         answers = list[Completion]()
         for sample in range(num_samples):
             tokens = self.rng.integers(3, TOKENIZER.vocab_size, self.rng.integers(1, 12)).tolist()
@@ -273,6 +277,33 @@ def test_agents_may_lower_max_tokens_and_unsupported_params_are_refused():
 
     in_session(odd, converse)
     assert odd.budgets == [7, 50, 50]
+
+
+def test_formats_of_an_agents_answers_reach_the_engine(tmp_path: Path):
+    odd, schema = Odd(4), {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }}{{ messages }}")
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+
+    async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
+        asked: Any = [{"role": "user", "content": "q"}]
+        form: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        answer: Any = await client.chat.completions.create(
+            model="policy", messages=asked, response_format=form, logprobs=True
+        )
+        # Log-probs of a session are those among all tokens.
+        assert "constrained" not in answer.choices[0].model_extra
+        await say(client, asked, extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
+        await say(client, asked, tools=[tool], tool_choice="required")
+        await say(client, asked)
+        with pytest.raises(openai.BadRequestError, match="regex parse error"):
+            await say(client, asked, extra_body={"structured_outputs": {"regex": "("}})
+
+    in_session(odd, converse, HFTokenizer.from_folder(tmp_path))
+    by_schema, by_choice, by_tool, plain = odd.grammars
+    assert by_schema == json_grammar(schema) and by_choice == choice_grammar(["yes", "no"])
+    assert "look" in by_tool and plain == ""
 
 
 def test_session_accepts_only_its_token_while_open():
