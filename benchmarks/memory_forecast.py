@@ -153,6 +153,10 @@ GRID = (
     Point(MIXTURE, "2xh200:8", 8192, "attention", fsdp=16),
     Point(MIXTURE, "2xh200:8", 8192, "full", fsdp=4, expert=4),
     Point(MIXTURE, "2xh200:8", 32768, "full", fsdp=2, expert=8),
+    Point(MIXTURE, "h200:4", 8192, "full", fsdp=2, expert=2, rank=16),
+    Point(MIXTURE, "h200:4", 8192, "attention", fsdp=4, rank=16),
+    Point(MIXTURE, "h200:8", 32768, "full", fsdp=8, rank=16),
+    Point(MIXTURE, "2xh200:8", 8192, "full", fsdp=4, expert=4, rank=16),
 )
 """Of the first version's points for TPUs three were compiled again for the second, so that the
 stored rows of these are 51."""
@@ -211,7 +215,7 @@ def measure(point: Point) -> dict[str, object]:
 
 def peak_of(learner: Learner, program: str) -> int:
     """Return the peak of a program; where it does not fit, the one that the compiler's message
-    has, of three or more digits.
+    has, of three or more digits. Another message names temporary arrays alone, and is raised.
     """
     try:
         return peak_bytes(learner.programs.compiled(program))

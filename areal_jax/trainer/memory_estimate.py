@@ -204,7 +204,10 @@ def _gpu_logits(
     itemsize, width = jnp.dtype(compute_dtype).itemsize, policy.config.hidden_size
     cast, head = chunk * outputs * itemsize, width * outputs
     if is_explicit:
-        return logits + cast + head * itemsize // (2 if policy.lora else 1), layer
+        beside = cast + head * itemsize // (2 if policy.lora else 1)
+        # With adapters these, too, have been freed when rows of experts are recomputed.
+        is_freed = policy.lora is not None and policy.config.moe is not None
+        return logits + beside, max(0, layer - beside) if is_freed else layer
     logits += tokens * width * (2 * itemsize + _FLOAT32)
     logits += 0 if policy.lora else cast + head * (itemsize + _FLOAT32)
     return logits, max(0, layer - logits)
@@ -217,16 +220,17 @@ def _expert_row_bytes(
     expert axis.
     """
     width, targets = policy.config.hidden_size, () if policy.lora is None else policy.lora.targets
-    # Updates of adapters exist beside products, two at a time.
-    updates = 2 * any(target.startswith("experts.") for target in targets)
     assignments = tokens * mesh.shape["expert"] * moe.num_experts_per_tok
     device, num_experts = mesh.devices.flat[0], moe.num_experts // mesh.shape["expert"]
     inner = moe.moe_intermediate_size // mesh.shape["tensor"]
     kernel = choose_grouped_kernel(device.platform, num_experts, width, inner)
     block, rows = row_layout(assignments, num_experts, kernel)
-    of_width, of_expert = ROWS_OF_WIDTH, ROWS_OF_EXPERT
+    # Updates of adapters exist beside products, two at a time.
+    of_width, of_expert, updates = ROWS_OF_WIDTH, ROWS_OF_EXPERT, 2
     if is_gpu(device):
         of_width, of_expert = GPU_ROWS_OF_WIDTH, GPU_ROWS_OF_EXPERT
+        updates = 1 if mesh.shape["expert"] == 1 else 0
+    updates *= any(target.startswith("experts.") for target in targets)
     of_blocks = 0
     if kernel == "blocks":
         of_blocks = rows // block * MATRICES_OF_BLOCK * width * inner
