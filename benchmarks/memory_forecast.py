@@ -11,7 +11,7 @@ the larger one of that and of the peak of `apply`. Figures are compiled, not mea
 for each configuration to results/memory_forecast.jsonl.
 
 Expected: the forecast is 0 to 10 % above the need at all 48 points for TPUs, which take some
-minutes of one CPU core each, and at the 26 for GPUs, which take half a minute. The stored rows of
+minutes of one CPU core each, and at the 31 for GPUs, which take half a minute. The stored rows of
 41 points hold peaks that were computed from the buffer assignment that XLA:TPU writes before it
 generates code, without waiting for the code. The last row of a point is that of the newest program.
 """
@@ -157,6 +157,7 @@ GRID = (
     Point(MIXTURE, "h200:4", 8192, "attention", fsdp=4, rank=16),
     Point(MIXTURE, "h200:8", 32768, "full", fsdp=8, rank=16),
     Point(MIXTURE, "2xh200:8", 8192, "full", fsdp=4, expert=4, rank=16),
+    Point(MIXTURE, "2xh200:8", 32768, "full", fsdp=2, expert=8, rank=16),
 )
 """Of the first version's points for TPUs three were compiled again for the second, so that the
 stored rows of these are 51."""

@@ -285,10 +285,11 @@ def _gathered_explicitly(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -
         of_layer = whole // _FLOAT32
         if model.moe is None:
             of_layer = 2 * model.hidden_size * model.intermediate_size // tensor
-        return (
-            adapters + (2 * head + adapters // _FLOAT32 + copied) * dtype.itemsize,
-            of_layer * dtype.itemsize,
-        )
+        beside = adapters + (2 * head + adapters // _FLOAT32 + copied) * dtype.itemsize
+        if is_gpu(mesh.devices.flat[0]) and mesh.shape["expert"] > 1:
+            # All of it is freed before the rows of experts are the most.
+            beside = 0
+        return beside, of_layer * dtype.itemsize
     # XLA casts the parts of all layers before the loop over them; for GPUs those of experts in it.
     if is_gpu(mesh.devices.flat[0]):
         is_names = lambda node: isinstance(node, tuple)  # noqa: E731 (an argument below)
