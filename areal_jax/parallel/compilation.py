@@ -18,7 +18,7 @@ Compiler = Callable[[jax.stages.Lowered, Mesh], jax.stages.Compiled]
 """Compiles a lowered program for the devices of a mesh, or finds it compiled."""
 
 
-OVERLAPPING_COLLECTIVES: dict[str, str | bool] = {
+BY_FUSION: dict[str, str | bool] = {
     "xla_tpu_enable_async_collective_fusion": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
@@ -28,6 +28,13 @@ OVERLAPPING_COLLECTIVES: dict[str, str | bool] = {
 """Options of XLA:TPU with which all-gathers overlap with products; without them none does. MaxText
 sets the same for its runs with fully sharded parameters."""
 
+ON_SPARSE_CORES: dict[str, str | bool] = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+}
+"""Options with which reduce-scatters, and on v6e all-gathers too, overlap with products. From jax
+0.11 on XLA:TPU refuses the fusion of all-gathers on other TPUs than v5e."""
+
 
 def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
     """Compile a program: the default `Compiler`."""
@@ -36,7 +43,11 @@ def compile_lowered(lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compi
 
 def compiler_options(mesh: Mesh) -> dict[str, str | bool]:
     """Return the options with which programs are compiled for the devices of a mesh."""
-    return OVERLAPPING_COLLECTIVES if mesh.devices.flat[0].platform == "tpu" else {}
+    device = mesh.devices.flat[0]
+    if device.platform != "tpu":
+        return {}
+    is_fused = device.device_kind == "TPU v5 lite" or jax.__version_info__ < (0, 11)
+    return BY_FUSION if is_fused else ON_SPARSE_CORES
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
