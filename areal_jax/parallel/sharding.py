@@ -94,7 +94,7 @@ def shardings(mesh: Mesh, axes: Any, shapes: Any, rules: Rules) -> Any:
     def place(names: tuple[str | None, ...], node: Any) -> Any:
         return jax.tree.map(lambda leaf: sharding(mesh, names, leaf.shape, rules), node)
 
-    return jax.tree.map(place, axes, shapes, is_leaf=_is_axes)
+    return jax.tree.map(place, axes, shapes, is_leaf=is_axes)
 
 
 def specs(mesh: Mesh, axes: tuple[str | None, ...], tree: Any, rules: Rules) -> Any:
@@ -236,5 +236,6 @@ def _replicate_on(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda leaf: leaf, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def _is_axes(node: object) -> bool:
+def is_axes(node: object) -> bool:
+    """Return whether a node of a tree is the logical axes of one array."""
     return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)

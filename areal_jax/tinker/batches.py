@@ -25,7 +25,7 @@ from areal_jax.data.packing import lay_out
 from areal_jax.models import lora
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Params, Policy
-from areal_jax.parallel.sharding import TRAIN_RULES, put_batch, shardings
+from areal_jax.parallel.sharding import TRAIN_RULES, is_axes, put_batch, shardings
 from areal_jax.tinker.config import TinkerConfig
 from areal_jax.tinker.messages import Datum
 from areal_jax.tinker.objective import SummedLoss, summed_loss
@@ -249,7 +249,7 @@ class BatchPrograms:
             axes = jax.tree.map(
                 lambda names: (None, *names),
                 lora.axes(self._policy),
-                is_leaf=lambda node: isinstance(node, tuple),
+                is_leaf=is_axes,
             )
         return shardings(self._mesh, axes, self._shapes, TRAIN_RULES)
 

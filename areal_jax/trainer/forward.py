@@ -42,6 +42,7 @@ from areal_jax.parallel.fsdp import (
 from areal_jax.parallel.sharding import (
     TRAIN_RULES,
     batch_sharding,
+    is_axes,
     num_shards,
     sharding,
     shardings,
@@ -247,7 +248,7 @@ class Forward:
                 tiled_dim,
                 of_model.axes,
                 of_model.abstract,
-                is_leaf=lambda node: isinstance(node, tuple),
+                is_leaf=is_axes,
             ),
         )
 
@@ -489,7 +490,7 @@ class Forward:
             self.policy.axes()["layers"],
             self.policy.abstract()["layers"],
             layers,
-            is_leaf=lambda node: isinstance(node, tuple),
+            is_leaf=is_axes,
         )
 
     def _shards(

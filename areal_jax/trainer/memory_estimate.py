@@ -18,6 +18,7 @@ from areal_jax.models.tpu_packed_attention import LANES
 from areal_jax.parallel.sharding import (
     TRAIN_RULES,
     bytes_per_device,
+    is_axes,
     num_shards,
     sharding,
     shardings,
@@ -292,11 +293,10 @@ def _gathered_explicitly(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -
         return beside, of_layer * dtype.itemsize
     # XLA casts the parts of all layers before the loop over them; for GPUs those of experts in it.
     if is_gpu(mesh.devices.flat[0]):
-        is_names = lambda node: isinstance(node, tuple)  # noqa: E731 (an argument below)
         of_layers -= sum(
             bytes_per_device(leaf, sharding(mesh, names, leaf.shape, TRAIN_RULES))
             for names, leaf in zip(
-                jax.tree.leaves(axes, is_leaf=is_names), jax.tree.leaves(abstract), strict=True
+                jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(abstract), strict=True
             )
             if "expert_matrices" in names
         )

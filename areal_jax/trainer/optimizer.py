@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from areal_jax.parallel.sharding import is_axes
 from areal_jax.trainer.config import OptimizerConfig
 
 
@@ -95,5 +96,5 @@ def _matrices(axes: Any) -> Any:
     return jax.tree.map(
         lambda names: not {"embed", "rank"}.isdisjoint(names) and len(set(names) - {"layers"}) > 1,
         axes,
-        is_leaf=lambda node: isinstance(node, tuple),
+        is_leaf=is_axes,
     )
