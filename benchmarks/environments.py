@@ -5,8 +5,8 @@ repositories to repair.
     python benchmarks/environments.py --only=nim --seeds=0
     python benchmarks/environments.py --games=nim.jsonl  # games of nim at random, for --exp=sft
 
-Puzzles and nim begin with fine-tuning that teaches the form of an answer: on answers of all three
-generators, and on games of players who take any possible number. coding_agent begins with
+Puzzles and nim begin with fine-tuning that teaches the form of an answer: on answers of generators,
+and on games of players who take any possible number. coding_agent begins with
 demonstrations of repairs and of mistakes. Each seed then trains the same policy. Figures are pass@1
 on held-out puzzles, games or repositories, before and after; for nim it is the share of games won
 against the frozen copy of the policy that training starts from.
@@ -34,17 +34,38 @@ from areal_jax.reports.plots import BLUE, as_png, new_figure, plain, title
 from areal_jax.rewards.functions import load_function
 
 NAME = "environments"
-NUM_STEPS = {"coding_agent": 20}
+NUM_STEPS = {"coding_agent": 20, "number_filtering": 60, "rotate_matrix": 60}
 """Of runs, unless 40."""
 NUM_GAMES = 3000
-PUZZLES = ("letter_counting", "count_bits", "lcm")
-PARAMETERS = json.dumps(
-    {
-        "letter_counting": {"max_words": 8},
-        "count_bits": {"max_n": 1000},
-        "lcm": {"max_value": 12},
-    }
+FINE_TUNING = {
+    "count_bits": (("letter_counting", "count_bits", "lcm"), 100),
+    "number_filtering": (("number_filtering",), 400),
+    "rotate_matrix": (("rotate_matrix",), 250),
+}
+"""Generators and steps of the fine-tuning that puzzles begin with."""
+PARAMETERS = {
+    "letter_counting": {"max_words": 8},
+    "count_bits": {"max_n": 1000},
+    "lcm": {"max_value": 12},
+    "number_filtering": {
+        "min_numbers": 2,
+        "max_numbers": 3,
+        "min_decimals": 0,
+        "max_decimals": 0,
+        "min_value": 0,
+        "max_value": 20,
+    },
+    "rotate_matrix": {"min_n": 2, "max_n": 2, "min_rotations": 0, "max_rotations": 3},
+}
+NAMES = (*FINE_TUNING, "safe", "nim", "coding_agent")
+LARGE_BATCHES = (
+    "rollout.groups_per_batch=32",
+    "rollout.samples_per_group=16",
+    "rollout.max_staleness=1",
+    "engine.num_slots=96",
+    "trainer.optimizer.learning_rate=2e-4",
 )
+"""Of puzzles that begin with few right answers: smaller batches unlearn them."""
 SHORT_ROWS = (
     "trainer.row_tokens=256",
     "trainer.rows_per_micro_batch=8",
@@ -95,23 +116,30 @@ def settings_of(name: str, folder: Path) -> tuple[str, ...]:
         folder.mkdir(parents=True, exist_ok=True)
         write_games(games)
         examples = ("examples=Files", f"examples.path={games}")
-        prepared, chosen = "nim_rules", ("--exp=nim",)
+        prepared, chosen, num_steps = "nim_rules", ("--exp=nim",), 100
     else:
-        generators = (f"names={','.join(PUZZLES)}", f"parameters={PARAMETERS}")
-        examples = ("examples=ReasoningGym", *(f"examples.{each}" for each in generators))
-        prepared = "puzzles"
+        generators, num_steps = FINE_TUNING[name]
+        parameters = json.dumps({each: PARAMETERS[each] for each in generators})
+        examples = (
+            "examples=ReasoningGym",
+            f"examples.names={','.join(generators)}",
+            f"examples.parameters={parameters}",
+        )
+        prepared = f"{name}_answers"
+        parameters = json.dumps(PARAMETERS[name])
         chosen = (
             "--exp=aime",
             "eval_tasks.split=heldout",
             *(
                 f"{tasks}{each}"
                 for tasks in ("tasks", "eval_tasks")
-                for each in ("=ReasoningGym", f".names={name}", f".parameters={PARAMETERS}")
+                for each in ("=ReasoningGym", f".names={name}", f".parameters={parameters}")
             ),
-            "engine.max_new_tokens=24",
-            "engine.max_prompt_tokens=128",
+            "engine.max_new_tokens=32",
+            "engine.max_prompt_tokens=160",
+            *(LARGE_BATCHES if name in NUM_STEPS else ()),
         )
-    run_all({prepared: ("--exp=sft", *examples, *SHORT_ROWS)}, folder, 100)
+    run_all({prepared: ("--exp=sft", *examples, *SHORT_ROWS)}, folder, num_steps)
     return (*chosen, f"policy.path={folder / prepared / 'policy'}")
 
 
@@ -132,9 +160,9 @@ def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print and plot all curves."""
+    """Print and plot the curves of NAMES."""
     curves: dict[str, dict[int, Mapping[str, float]]] = defaultdict(dict)
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["game"]):
         curves[row["game"]][row["seed"]] = row["pass_at_1"]
     table = Table("environment", "seed", "pass@1 after steps", title=NAME)
     figure = new_figure(11.0, 2.8)
@@ -161,7 +189,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
-    parser.add_argument("--only", default=",".join((*PUZZLES, "safe", "nim", "coding_agent")))
+    parser.add_argument("--only", default=",".join(NAMES))
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--games", type=Path, help="write games of nim here, and run nothing")
     options = parser.parse_args()
@@ -174,7 +202,7 @@ def main() -> None:
             stored = jsonl.read(where) if where.exists() else ()
             if not any((each["game"], each["seed"]) == (name, seed) for each in stored):
                 append(NAME, run(name, seed, options.folder))
-    show(list(jsonl.read(where)))
+    show([row for row in jsonl.read(where) if row["game"] in NAMES])
 
 
 if __name__ == "__main__":
