@@ -940,7 +940,7 @@ def _with_grammar(source: Backend, params: GenerationParams, prompt: Prompt) -> 
     except InvalidRequest as error:
         raise APIError(400, f"{param}: {error}", param=param) from error
     constraint = {"grammar": grammar, "unmasked_logprobs": source.unmasked_logprobs}
-    return replace(params, sampling=params.sampling | constraint)
+    return replace(params, sampling={**params.sampling, **constraint})
 
 
 def _require_model(source: Backend, wanted: str) -> None:
