@@ -65,7 +65,7 @@ LARGE_BATCHES = (
     "engine.num_slots=96",
     "trainer.optimizer.learning_rate=2e-4",
 )
-"""Of puzzles that begin with few right answers: smaller batches unlearn them."""
+"""Of puzzles whose pass@1 falls with smaller batches and a higher rate."""
 SHORT_ROWS = (
     "trainer.row_tokens=256",
     "trainer.rows_per_micro_batch=8",

@@ -47,7 +47,7 @@ def sample_tokens(
         Tokens and their log-probs.
     """
     greedy = temperature == 0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    scaled = _scaled(logits, temperature)
     highest = scaled.max(-1, keepdims=True)
     weights = jnp.exp(scaled - highest)
     sampled, total = _invert(weights, uniform)
@@ -155,7 +155,7 @@ def most_likely(
 
     Temperature 0 counts as 1. A smaller vocabulary is padded with log-prob -inf.
     """
-    scaled = logits / jnp.where(temperature == 0, 1.0, temperature)[:, None]
+    scaled = _scaled(logits, temperature)
     values, tokens = jax.lax.top_k(scaled, min(count, logits.shape[1]))
     logp, lacking = (
         values - jax.nn.logsumexp(scaled, axis=-1, keepdims=True),
@@ -171,9 +171,16 @@ def logprobs_among_all(
 
     Temperature 0 counts as 1.
     """
-    scaled = logits / jnp.where(temperature == 0, 1.0, temperature)[:, None]
+    scaled = _scaled(logits, temperature)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=1)[:, 0]
     return chosen - jax.nn.logsumexp(scaled, axis=-1)
+
+
+def _scaled(
+    logits: Float32[Array, "S V"], temperature: Float32[Array, "S"]
+) -> Float32[Array, "S V"]:
+    """Return logits / temperature, of which 0 counts as 1."""
+    return logits / jnp.where(temperature == 0, 1.0, temperature)[:, None]
 
 
 def _invert(

@@ -35,6 +35,7 @@ from areal_jax.models.quantized import Quantized, rescale
 from areal_jax.models.traits import Activation, Traits
 from areal_jax.models.vision.tower import ImageFeatures, ImageInputs, VisionTower
 from areal_jax.parallel.fsdp import ShardedMatrix, sharded_lookup, sharded_product
+from areal_jax.parallel.sharding import is_axes
 
 Params: TypeAlias = dict[str, Any]
 """Nested dict of arrays: embed, layers.attn.q, ..., norm, head (or value). Leaves of `layers` are
@@ -393,9 +394,7 @@ class Policy:
 
     def axes(self) -> Params:
         """Logical axis names of every parameter, as a tuple per leaf."""
-        return jax.tree.map(
-            lambda leaf: leaf, self._axes, is_leaf=lambda node: isinstance(node, tuple)
-        )
+        return jax.tree.map(lambda leaf: leaf, self._axes, is_leaf=is_axes)
 
 
 def is_stacked(path: tuple[Any, ...]) -> bool:

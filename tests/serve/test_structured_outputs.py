@@ -78,7 +78,7 @@ def test_calls_match_their_schemas_in_every_dialect(name: str):
     raw.add_special_tokens(list(dialect.special))
     tokenizer = HFTokenizer(raw, TEMPLATES[name], {}, TOKENIZER.stop_token_ids)
     size, rng = tokenizer.vocab_size, np.random.default_rng(0)
-    grammars = Grammars(tokenizer.to_json, size, tokenizer.stop_token_ids)
+    grammars = Grammars.of(tokenizer, size)
     lengths = set[int]()
     for parallel in (False, True, True, True):
         grammar = calls_grammar(tokenizer, FUNCTIONS, "</think>\n", parallel=parallel)
@@ -103,7 +103,7 @@ def test_calls_match_their_schemas_in_every_dialect(name: str):
 
 def test_reasoning_may_precede_calls_where_the_template_knows_it():
     tokenizer = HFTokenizer(TOKENIZER._tokenizer, "<think>", {}, TOKENIZER.stop_token_ids)
-    grammars = Grammars(tokenizer.to_json, tokenizer.vocab_size, tokenizer.stop_token_ids)
+    grammars = Grammars.of(tokenizer, tokenizer.vocab_size)
     call = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
     for end, said in (
         ("assistant\n", f"<think>so</think>\n\n{call}"),
