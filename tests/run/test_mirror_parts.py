@@ -79,7 +79,7 @@ def test_a_kill_while_parts_are_stored_keeps_every_sample(
             found = elsewhere()
             (saved,) = saved_versions(found / "checkpoints") or (0,)
             assert before(found, saved) == before(run, saved), (number, num_kills)
-        assert [*SampleParts(found / path.name).read()] == [*SampleParts(path).read()]
+        assert [*SampleParts(elsewhere() / path.name).read()] == [*SampleParts(path).read()]
 
 
 def before(run: Path, version: int) -> list[bytes]:
