@@ -235,7 +235,7 @@ def newest() -> dict[str, dict[int, float]]:
 def plot(curves: dict[str, dict[int, float]]) -> None:
     figure = Figure(figsize=(13, 9), dpi=110, layout="constrained")
     for axes, (name, curve) in zip(figure.subplots(3, 4).flat, curves.items(), strict=False):
-        sizes, costs = np.array(list(curve.items())).T
+        sizes, costs = np.array(list(curve.items()), np.float64).T
         axes.loglog(sizes, costs, "o-", color="#2563a8")
         axes.loglog(sizes, costs[-1] * sizes / sizes[-1], ":", color="#8a8f98", label="linear")
         what, units = name.split(", ")

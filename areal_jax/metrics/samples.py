@@ -1,5 +1,5 @@
-"""samples.jsonl: every trained sample, token by token, written by a background thread. Axes: T
-tokens of a sample.
+"""samples.jsonl: every trained sample, token by token, written by a background thread, which also
+closes and compresses its parts. Axes: T tokens of a sample.
 """
 
 from __future__ import annotations
