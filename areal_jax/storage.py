@@ -281,6 +281,21 @@ def parts_of(
         yield f"{name}/{num_closed * MAX_PARTS + number:06d}", number * PART_BYTES
 
 
+def file_of_part(name: str) -> tuple[str, int] | None:
+    """Name of the JSON Lines file that an object is a part of, and the number of closed files with
+    earlier rows; None: it is no part.
+    """
+    match = _PART.fullmatch(name)
+    return (match[1], int(match[2]) // MAX_PARTS) if match else None
+
+
+def _closed_file(name: str) -> str | None:
+    """Name of the closed file that has the rows of a part, once it is stored."""
+    if (found := file_of_part(name)) is None:
+        return None
+    return f"{found[0].removesuffix('.jsonl')}.{found[1]:05d}.jsonl.gz"
+
+
 def _join(stored: ObjectFolder, parts: Collection[str], file: Path) -> None:
     with _replaced(file) as unfinished, unfinished.open("wb") as joined:
         for part in parts:
@@ -314,13 +329,6 @@ def _file_of(name: str) -> str:
     """Name of the file that an object is, or is a part of."""
     match = _PART.fullmatch(name)
     return match[1] if match else name
-
-
-def _closed_file(name: str) -> str | None:
-    """Name of the closed file that has the rows of a part, once it is stored."""
-    match = _PART.fullmatch(name)
-    stem = name.partition(".jsonl/")[0]
-    return f"{stem}.{int(match[2]) // MAX_PARTS:05d}.jsonl.gz" if match else None
 
 
 def _place(name: str) -> tuple[str, int]:

@@ -265,7 +265,7 @@ def _members(file: BinaryIO, start: int, end: float = math.inf) -> Iterator[byte
         while place < end and (at := file.tell()) < size:
             head = file.read(_HEADER.size).ljust(_HEADER.size)
             magic, *field, num_bytes, num_row_bytes = _HEADER.unpack(head)
-            if (magic, *field) != (_START, *_FIELD):
+            if (magic, *field) != (_START, *_FIELD) or num_bytes < _HEADER.size:
                 raise DamagedSamples(
                     f"{file.name}: expected at byte {at} a gzip member that has its sizes, found "
                     f"{head.hex()}; decompress this part with gunzip, or {RESTORE}"

@@ -48,12 +48,12 @@ from areal_jax.run.lease import (
 from areal_jax.storage import (
     LEASE,
     LOCAL_FILES,
-    MAX_PARTS,
     NUM_THREADS,
     ObjectFolder,
     StorageError,
     delete_lease_copy,
     fetch_objects,
+    file_of_part,
     is_url,
     parts_of,
     read_lease_copy,
@@ -113,7 +113,7 @@ class Uploader:
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._stored_s: dict[str, float] = {}
         self._checkpoints = {name for name in self._whole() if self._is_stored(name)}
-        self._sample_parts: set[str] | None = None
+        self._sample_parts: set[tuple[str, int]] | None = None
         names = stored.names()
         for part in closed_parts(folder / SAMPLES):
             # Closed parts do not change, but for a cut, which makes them smaller.
@@ -174,7 +174,9 @@ class Uploader:
             seen_bytes = 0
             kept = {part for part, _ in parts_of(name, num_bytes, num_closed=num_closed)}
             # Delete before writing, from the end: a kill leaves the beginning of the old file.
-            others = [part for part in self._stored.names() if _file_of(part) == key]
+            others = [
+                part for part in self._stored.names() if file_of_part(part) == (name, num_closed)
+            ]
             self._stored.delete(sorted(set(others) - kept, reverse=True))
         for part, start in parts_of(name, num_bytes, seen_bytes, num_closed):
             self._stored.write(part, read_part(file, start, num_bytes))
@@ -182,23 +184,23 @@ class Uploader:
 
     def _store_samples(self) -> None:
         """Store each closed part once, and the rows of the other parts."""
-        path, stored = self._folder / SAMPLES, set[str]()
+        path, stored = self._folder / SAMPLES, set[tuple[str, int]]()
         with suppress(FileNotFoundError):  # after the last part
             for number in count():
                 with open_part(path, number) as file:
                     part = Path(file.name)
                     if part.suffix == ".gz":
                         self._store_file(part.name, part, at_once=True)
-                        stored.add(part.name)
+                        stored.add((part.name, 0))
                     else:
                         self._store_rows(SAMPLES, file, number)
-                        stored.add(f"{SAMPLES}/{number}")
+                        stored.add((SAMPLES, number))
                 if part == path:
                     break
         if stored != self._sample_parts:
             # Compressed parts replace their rows. What a resumed run has cut is deleted too.
-            found = [name for name in self._stored.names() if is_part(name.partition("/")[0])]
-            stale = [name for name in found if _file_of(name) not in stored]
+            found = {name: file_of_part(name) or (name, 0) for name in self._stored.names()}
+            stale = [name for name, of in found.items() if is_part(of[0]) and of not in stored]
             self._stored.delete(sorted(stale, reverse=True))
             self._sample_parts = stored
 
@@ -248,12 +250,6 @@ class Uploader:
 
 def _state(found: os.stat_result) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _file_of(name: str) -> str:
-    """The file of an object: a part of rows belongs to the file after so many closed ones."""
-    file, _, part = name.partition(".jsonl/")
-    return f"{file}.jsonl/{int(part) // MAX_PARTS}" if part else name
 
 
 class Mirror:
