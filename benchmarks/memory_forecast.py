@@ -43,6 +43,7 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import abstract, bytes_per_device
 from areal_jax.parallel.topologies import compile_only_devices
+from areal_jax.run.compiled_programs import exceeded_memory
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.memory_estimate import predicted_bytes
 from areal_jax.trainer.objective import policy_learner
@@ -216,12 +217,12 @@ def measure(point: Point) -> dict[str, object]:
 
 def peak_of(learner: Learner, program: str) -> int:
     """Return the peak of a program; where it does not fit, the one that the compiler's message
-    has, of three or more digits. Another message names temporary arrays alone, and is raised.
+    has, of three or more digits.
     """
     try:
         return peak_bytes(learner.programs.compiled(program))
     except jax.errors.JaxRuntimeError as error:
-        used = re.search(r"Used (\d[\d.]*)G of", str(error))
+        used = re.match(r"(\d[\d.]*)G of", exceeded_memory(error) or "")
         if used is None:
             raise
         return int(float(used[1]) * 2**30)
