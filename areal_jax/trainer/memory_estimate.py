@@ -15,6 +15,7 @@ from areal_jax.models.attention import choose_kernel
 from areal_jax.models.decoder import Policy
 from areal_jax.models.moe import choose_grouped_kernel, row_layout
 from areal_jax.models.tpu_packed_attention import LANES
+from areal_jax.parallel.compilation import ON_SPARSE_CORES, compiler_options
 from areal_jax.parallel.sharding import (
     TRAIN_RULES,
     bytes_per_device,
@@ -231,6 +232,9 @@ def _expert_row_bytes(
     if is_gpu(device):
         of_width, of_expert = GPU_ROWS_OF_WIDTH, GPU_ROWS_OF_EXPERT
         updates = 1 if mesh.shape["expert"] == 1 else 0
+    elif compiler_options(mesh) is ON_SPARSE_CORES:
+        # One of them gathers the rows of a gradient beside those of the products before.
+        of_width += 1
     updates *= any(target.startswith("experts.") for target in targets)
     of_blocks = 0
     if kernel == "blocks":
