@@ -75,6 +75,11 @@ class EngineCore:
         """Allocate the decode state."""
         self._state = self._engine.init_state()
 
+    def release(self) -> None:
+        """Free weights and decode state; nothing is decoded afterwards."""
+        self.weights = Weights(self.weights.version, None)
+        vars(self).pop("_state", None)
+
     def update_weights(self, newest: Weights) -> None:
         """Swap to newer weights; invalidate cached prefixes, rebuild or keep running sequences."""
         start_s = time.perf_counter()
