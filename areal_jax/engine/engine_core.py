@@ -33,7 +33,8 @@ class EngineCore:
     """Scheduler, weights and decode state of one engine. Used by the engine thread only.
 
     The host waits for the device in `update_weights`, and in `dispatch` for the output, which is
-    one transfer per dispatch.
+    one transfer per dispatch. It has more than 200 lines because all of its methods change the
+    decode state.
     """
 
     _state: DecodeState

@@ -84,8 +84,8 @@ class AdaptiveSplit:
         """Number of devices that decode."""
         return self._chooser.rollout
 
-    def observe(self, row: Mapping[str, float]) -> None:
-        """Measure a step by its row of metrics."""
+    def observe(self, row: Mapping[str, float]) -> dict[str, float]:
+        """Measure a step by its row of metrics; return those of `counters`."""
         now_s, waited_s = time.perf_counter(), row["rollout/batch_wait_s"]
         elapsed_s, wait_s = now_s - self._since_s, waited_s - self._waited_s
         self._since_s, self._waited_s = now_s, waited_s
@@ -101,6 +101,7 @@ class AdaptiveSplit:
                 tokens=row[names.TRAIN_TOKENS_PER_S] * train_s,
             )
         )
+        return self.counters()
 
     def counters(self) -> dict[str, float]:
         """Return the engines, and counts since the start of this process."""

@@ -1,5 +1,7 @@
 """A run: everything that lives while a policy trains, built from a plan and closed in reverse
 order.
+
+The file has more than 400 lines because a run and the order in which its parts start are one thing.
 """
 
 from __future__ import annotations
@@ -88,7 +90,6 @@ class Run(Generic[AnyTrainer]):
     checkpointing: Checkpointing
     control: RunControl
     split: AdaptiveSplit | None = None
-    """With placement.adaptive."""
     first_version: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,17 +141,14 @@ class Run(Generic[AnyTrainer]):
         if isinstance(self.host, Workspaces):
             meters.update(self.host.counters(), "rewards/")
         if self.split is not None:
-            meters.update(self.split.counters(), "rollout/")
-            self.split.observe(meters.flatten())
+            meters.update(self.split.observe(meters.flatten()), "rollout/")
         self.recording.record_step(version, meters)
         self.control.checkpoints(self.folder)
         if self.recording.health.active and self.experiment.health.stop:
             self.stop.set()
 
     async def adapt_split(self) -> None:
-        """As `AdaptiveSplit.adapt`, where the run has one. An evaluation may pause the weights,
-        without which an engine cannot join.
-        """
+        """As `AdaptiveSplit.adapt`; not in an evaluation, which may withhold weights."""
         if self.split is not None and not self.evaluation.running:
             await self.split.adapt()
 

@@ -116,10 +116,7 @@ class Trainer(Versions):
     def _exchange(self, other: Versions, moved: Moved) -> None:
         assert isinstance(other, Trainer)
         super()._exchange(other, moved)
-        for mine, others in (
-            (self._reference, other._reference),
-            (self._teacher, other._teacher),
-        ):
+        for mine, others in zip(self._frozen(), other._frozen(), strict=True):
             if isinstance(mine, FrozenPolicy) and isinstance(others, FrozenPolicy):
                 others.take_over(mine, moved)
         self._reference, other._reference = other._reference, self._reference
