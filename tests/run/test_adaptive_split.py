@@ -27,6 +27,7 @@ from areal_jax.run.build import build_run
 from areal_jax.run.make_plan import make_plan
 from areal_jax.run.plan import possible_splits
 from areal_jax.run.trainer import rl_trainer
+from areal_jax.sim.split_choice import Move, SplitChooser
 
 # Two engines of two devices; with moves there may be one to three.
 HALF = PlacementConfig(train_devices=4, rollout_devices=4, engines=2, adaptive=True)
@@ -47,9 +48,11 @@ def experiment(folder: Path, *, num_steps: int, max_staleness: int) -> Experimen
 
 
 def train(
-    exp: Experiment, folder: Path, moves: Mapping[int, int], *, resume: bool = False
+    exp: Experiment, folder: Path, moves: Mapping[int, int] | None = None, *, resume: bool = False
 ) -> tuple[list[np.ndarray], dict[str, float]]:
-    """Train, with moves to numbers of rollout devices by version; the parameters and counters."""
+    """Train, with moves to numbers of rollout devices by version (None: as the run chooses, which
+    waits for the compiler after each step); the parameters and counters.
+    """
 
     async def go() -> tuple[list[np.ndarray], dict[str, float]]:
         plan = make_plan(exp)
@@ -58,11 +61,17 @@ def train(
             split = run.split
             assert split is not None
 
+            choose = split.adapt
+
             async def adapt() -> None:
-                if (rollout := moves.get(run.trainer.version)) is not None:
+                if moves is None:
+                    await choose()
+                    if split._compiling is not None:
+                        await asyncio.wait([split._compiling])
+                elif (rollout := moves.get(run.trainer.version)) is not None:
                     await split.move(rollout, "")
 
-            for rollout in {*moves.values()} - {split.rollout_devices}:
+            for rollout in {*(moves or {}).values()} - {split.rollout_devices}:
                 await split.compile(rollout)
 
             split.adapt = adapt
@@ -136,6 +145,33 @@ def test_asynchronous_moves_keep_all_laws_and_checkpoints(tmp_path: Path) -> Non
     # The checkpoint of two train devices continues with four, which then become six.
     train(exp, tmp_path / "run", {7: 2}, resume=True)
     assert broken_laws(tmp_path / "run", num_steps=10, groups=2, samples=4, max_staleness=2) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("train_fsdp", "num_moves"), [(None, 1.0), (4, 0.0)])
+def test_chosen_split_is_compiled_beside_training_or_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    train_fsdp: int | None,
+    num_moves: float,
+) -> None:
+    def choose(self: SplitChooser, steps_left: int, cost_s: object) -> Move | None:
+        return Move(6, 2.0, 1.0, 8.0, 4.0) if self.rollout == 4 and 6 in self.splits else None
+
+    monkeypatch.setattr(SplitChooser, "choose", choose)
+    exp = experiment(tmp_path / "tiny", num_steps=4, max_staleness=2)
+    exp = chz.replace(exp, placement=chz.replace(HALF, train_fsdp=train_fsdp))
+    _, counters = train(exp, tmp_path / "run")
+    assert counters["split_moves"] == num_moves
+    assert rows(tmp_path / "run", "rollout/split_moves") == [0.0, *3 * [num_moves]]
+    assert broken_laws(tmp_path / "run", num_steps=4, groups=2, samples=4, max_staleness=2) == []
+    shown = capsys.readouterr().out
+    if num_moves:
+        assert "4 -> 6 of 8 devices decode, before step 2; a batch takes 8 device-seconds" in shown
+    else:
+        # Two train devices are not divisible by four shards of parameters.
+        assert "6 rollout devices are impossible: 2 train devices are not divisible by" in shown
 
 
 def test_splits_are_those_of_whole_engines(tmp_path: Path) -> None:
