@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote, unquote
 
 from areal_jax.errors import ConfigError
@@ -32,6 +32,10 @@ LEASE = "lease.json"
 PART_BYTES = 16 * 2**20
 """JSON Lines files grow, and objects do not: such a file is stored in parts of this size, as
 `metrics.jsonl/000000`."""
+
+MAX_PARTS = 10**6
+"""Bound on the parts of a file. After samples.jsonl was closed, as samples.00000.jsonl.gz, which
+replaces its parts, the parts of the next samples.jsonl begin at `samples.jsonl/1000000`."""
 
 LOCAL_FILES = ("claim.json", "claim.writers")
 """Files of a run folder that name its process on this machine, and are never stored."""
@@ -209,8 +213,10 @@ def fetch_objects(
     if own is not None and LEASE in found and own == token_of(stored.read(LEASE)):
         return local
     found.pop(LEASE, None)
+    # A kill may leave parts of a closed file.
+    found = {name: state for name, state in found.items() if _closed_file(name) not in found}
     files: dict[str, list[str]] = {}
-    for name in sorted(found):
+    for name in sorted(found, key=_place):
         files.setdefault(_file_of(name), []).append(name)
     chosen = {_file_of(name) for name in (found if select is None else select(found))}
     with _locked(_beside(local, "lock"), text):
@@ -257,17 +263,37 @@ def delete_lease_copy(local: Path) -> None:
     _beside(local, "lease").unlink(missing_ok=True)
 
 
-def read_part(file: Path, start: int, end: int) -> bytes:
+def read_part(file: BinaryIO, start: int, end: int) -> bytes:
     """Read the bytes of the part that begins at `start`, up to `end` at most."""
-    with file.open("rb") as opened:
-        opened.seek(start)
-        return opened.read(min(PART_BYTES, end - start))
+    file.seek(start)
+    return file.read(min(PART_BYTES, end - start))
 
 
-def parts_of(name: str, num_bytes: int, first_byte: int = 0) -> Iterator[tuple[str, int]]:
-    """Names and first bytes of the parts of a JSON Lines file, from the one with a byte on."""
+def parts_of(
+    name: str, num_bytes: int, first_byte: int = 0, num_closed: int = 0
+) -> Iterator[tuple[str, int]]:
+    """Names and first bytes of the parts of a JSON Lines file, from the one with a byte on.
+
+    Args:
+        num_closed: closed files with earlier rows.
+    """
     for number in range(first_byte // PART_BYTES, max(1, -(-num_bytes // PART_BYTES))):
-        yield f"{name}/{number:06d}", number * PART_BYTES
+        yield f"{name}/{num_closed * MAX_PARTS + number:06d}", number * PART_BYTES
+
+
+def file_of_part(name: str) -> tuple[str, int] | None:
+    """Name of the JSON Lines file that an object is a part of, and the number of closed files with
+    earlier rows; None: it is no part.
+    """
+    match = _PART.fullmatch(name)
+    return (match[1], int(match[2]) // MAX_PARTS) if match else None
+
+
+def _closed_file(name: str) -> str | None:
+    """Name of the closed file that has the rows of a part, once it is stored."""
+    if (found := file_of_part(name)) is None:
+        return None
+    return f"{found[0].removesuffix('.jsonl')}.{found[1]:05d}.jsonl.gz"
 
 
 def _join(stored: ObjectFolder, parts: Collection[str], file: Path) -> None:
@@ -303,6 +329,12 @@ def _file_of(name: str) -> str:
     """Name of the file that an object is, or is a part of."""
     match = _PART.fullmatch(name)
     return match[1] if match else name
+
+
+def _place(name: str) -> tuple[str, int]:
+    """Key that sorts the parts of a file by their order in it."""
+    match = _PART.fullmatch(name)
+    return (match[1], int(match[2])) if match else (name, 0)
 
 
 def _leads_outside(name: str) -> bool:

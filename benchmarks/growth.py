@@ -13,11 +13,13 @@ process, but for the trainer, where it is wall time; memory is what XLA compiles
 - controller: groups through gate, simulated engines, grading and buffer, by groups;
 - report, resume: reading all steps of a run, and checking them before it resumes, by steps up to
   100 000;
-- samples: indexing samples.jsonl for the report, by bytes up to `--largest-gib`.
+- samples, resume samples: indexing the samples for the report, and checking them before a run
+  resumes, by bytes up to `--largest-gib`, of which 256 MiB are in samples.jsonl and the others in
+  compressed parts; bytes of all parts on disk, and the peak of the process's memory.
 
 Appends a line for each curve to results/growth.jsonl and draws results/growth.png. Expected: no
-exponent above 1.2. About 15 minutes of two cores, and `--largest-gib` on the disk of temporary
-files.
+exponent above 1.2. About 20 minutes of two cores, and half of `--largest-gib` on the disk of
+temporary files.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -48,6 +51,7 @@ from areal_jax.engine.scheduler import Scheduler
 from areal_jax.engine.sequence import SequenceGroup
 from areal_jax.json_files import read_json
 from areal_jax.metrics.consistency import UnusedGroups, check_rows
+from areal_jax.metrics.sample_parts import is_part
 from areal_jax.metrics.sinks import SAMPLES
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Policy
@@ -163,18 +167,31 @@ def report(folder: Path) -> Iterator[tuple[int, float, float]]:
         yield size, read_s, time.process_time() - start_s
 
 
-def samples(folder: Path, largest_bytes: float) -> Points:
-    per_step = 2**22
+def samples(folder: Path, largest_bytes: float) -> Iterator[tuple[int, float, float, int, int]]:
+    """Yield bytes of rows, seconds to index and to check them, bytes on disk, and peak bytes."""
+    per_step, num_steps = 2**22, 0
     steps = Steps(folder, tokens_of_size(per_step / (GROUPS * SAMPLES_PER_GROUP)))
-    path = folder / SAMPLES
+    index = SampleIndex(folder / SAMPLES)
     for share in (8, 4, 2, 1):
-        while path.stat().st_size < largest_bytes / share:
+        while index.num_bytes < largest_bytes / share:
             steps.add()
+            num_steps += 1
             steps.flush()
+            steps.close_part()
+            index.update()
         start_s = time.process_time()
-        index = SampleIndex(path)
-        index.update()
-        yield index.num_bytes, time.process_time() - start_s
+        once = SampleIndex(folder / SAMPLES)
+        once.update()
+        read_s = time.process_time() - start_s
+        start_s = time.process_time()
+        result = check_rows(
+            folder, num_steps, known_gaps={}, writes_samples=True, unused_groups=UnusedGroups()
+        )
+        assert not result.faults, result.faults
+        check_s = time.process_time() - start_s
+        on_disk = sum(path.stat().st_size for path in folder.iterdir() if is_part(path.name))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        yield once.num_bytes, read_s, check_s, on_disk, peak
 
 
 def exponent(curve: dict[int, float]) -> float:
@@ -202,8 +219,11 @@ def measure(largest_bytes: float, only: str) -> Iterator[tuple[str, dict[int, fl
             yield "report, s by steps", {size: read_s for size, read_s, _ in rows}
             yield "resume, s by steps", {size: check_s for size, _, check_s in rows}
     with tempfile.TemporaryDirectory() as temporary:
-        if only in "samples":
-            yield "samples, s by bytes", dict(samples(Path(temporary), largest_bytes))
+        if only in "samples, resume samples":
+            sizes, *curves_of = zip(*samples(Path(temporary), largest_bytes), strict=True)
+            names = ("samples, s", "resume samples, s", "samples on disk, bytes", "memory, bytes")
+            for name, costs in zip(names, curves_of, strict=True):
+                yield f"{name} by bytes", dict(zip(sizes, costs, strict=True))
 
 
 def newest() -> dict[str, dict[int, float]]:
@@ -213,9 +233,9 @@ def newest() -> dict[str, dict[int, float]]:
 
 
 def plot(curves: dict[str, dict[int, float]]) -> None:
-    figure = Figure(figsize=(13, 6), dpi=110, layout="constrained")
-    for axes, (name, curve) in zip(figure.subplots(2, 4).flat, curves.items(), strict=False):
-        sizes, costs = np.array(list(curve.items())).T
+    figure = Figure(figsize=(13, 9), dpi=110, layout="constrained")
+    for axes, (name, curve) in zip(figure.subplots(3, 4).flat, curves.items(), strict=False):
+        sizes, costs = np.array(list(curve.items()), np.float64).T
         axes.loglog(sizes, costs, "o-", color="#2563a8")
         axes.loglog(sizes, costs[-1] * sizes / sizes[-1], ":", color="#8a8f98", label="linear")
         what, units = name.split(", ")
@@ -230,7 +250,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="part of the name of a curve")
-    parser.add_argument("--largest-gib", type=float, default=10, help="size of samples.jsonl")
+    parser.add_argument("--largest-gib", type=float, default=10, help="size of the samples")
     args = parser.parse_args()
     for name, points in measure(args.largest_gib * 2**30, args.only):
         append(

@@ -22,9 +22,10 @@ import numpy as np
 import psutil
 from results import append
 
-from areal_jax.metrics.config import METRICS
+from areal_jax.metrics.config import METRICS, MetricsConfig
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.jsonl import encode
+from areal_jax.metrics.sample_parts import close_part, compress_parts
 from areal_jax.metrics.samples import TokenTexts, TrainedSample, row
 from areal_jax.metrics.sinks import SAMPLES
 from areal_jax.metrics.table import TABLE
@@ -89,7 +90,7 @@ class Steps:
     """Appends steps to the files of a run."""
 
     def __init__(self, folder: Path, num_tokens: int) -> None:
-        self._num_done = 0
+        self._folder, self._num_done = folder, 0
         self._rng = np.random.default_rng(0)
         self._names = [entry.name.replace("*", "x") for entry in TABLE][:NUM_METRICS]
         write_description(folder, "a long run", {"num_steps": 20_000}, "none")
@@ -115,6 +116,16 @@ class Steps:
                 of_group = of_group.replace('"task":"t', f'"task":"t{group % 4096}-', 1)
                 self._samples.write(f'{{"version":{version},{of_group}\n'.encode())
         self._num_done += 1
+
+    def close_part(self) -> None:
+        """Close and compress samples.jsonl, if it is as large as a run's."""
+        path = self._folder / SAMPLES
+        if path.stat().st_size >= MetricsConfig().samples_part_bytes:
+            close_part(path)
+            for _ in compress_parts(path):
+                pass
+            self._samples.close()
+            self._samples = path.open("ab")
 
     def flush(self) -> None:
         """Hand what was added to the file system."""

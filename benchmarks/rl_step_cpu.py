@@ -4,11 +4,17 @@
     python benchmarks/rl_step_cpu.py --rounds=5 \\
         --peer=TRL_ENV/bin/python:benchmarks/peers/trl_rl_step.py \\
         --peer=TUNIX_ENV/bin/python:benchmarks/peers/tunix_rl_step.py
+    python benchmarks/rl_step_cpu.py --shape=24m --steps=2 --warmup-steps=1
 
-Workload: Qwen2 with 4 layers, width 128, 4 heads, 2 KV heads, MLP 512, vocabulary 512, untied,
-float32; 8 prompts x 4 samples, 16 prompt tokens and exactly 64 new tokens, one update per batch, no
-remat. Rollout tokens are the 2048 sampled ones, train tokens all 2560. Steps are synchronous, so
-that each stage is timed alone: sample the batch, train on it, transfer the weights.
+Workload (`peers/workload.py`): untied Qwen2 with 4 layers of width 128, float32; 8 prompts x 4
+samples, 16 prompt tokens and exactly 64 new tokens, one update per batch, no remat. Rollout tokens
+are the 2048 sampled ones, train tokens all 2560. With --shape=24m: 24 layers of width 256, and 256
++ 256 tokens. Steps are synchronous, so that each stage is timed alone: sample the batch, train on
+it, transfer the weights. Micro-batches have 320 tokens or one row; two engines share the device.
+
+The limit is the rate at which XLA multiplies float32 matrices on all cores (2048 x 2048), measured
+in the same process. `share_of_limit` counts only products that no implementation can leave out:
+those with weights and of attention, which training needs three times, without padding.
 
 Each round runs all programs in turns, in separate processes. Results are medians over rounds;
 ratios are computed per round. Appends one line to benchmarks/results/rl_step_cpu.jsonl. Needs idle
@@ -25,6 +31,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from statistics import median
 
 import jax
@@ -35,10 +42,11 @@ from results import append
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.engine_loop import EngineLoop
+from areal_jax.engine.fleet import Fleet
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.mesh import make_meshes
+from areal_jax.parallel.mesh import engine_meshes, make_meshes
 from areal_jax.records import NO_VERSION, Completion, Group, Request, Sample, Sampling, Task
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.objective import policy_learner
@@ -47,34 +55,39 @@ from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.step import TrainableModel
 from areal_jax.weights.local import WeightChannel
 
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+import workload
+from workload import (
+    NEW_TOKENS,
+    NUM_PROMPTS,
+    NUM_SEQUENCES,
+    PROMPT_TOKENS,
+    SAMPLES_PER_PROMPT,
+)
+
 MODEL = ModelConfig(
     architecture="Qwen2ForCausalLM",
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=512,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-6,
+    vocab_size=workload.VOCAB_SIZE,
+    hidden_size=workload.HIDDEN_SIZE,
+    intermediate_size=workload.MLP_SIZE,
+    num_hidden_layers=workload.NUM_LAYERS,
+    num_attention_heads=workload.NUM_HEADS,
+    num_key_value_heads=workload.NUM_KV_HEADS,
+    head_dim=workload.HEAD_DIM,
+    rope_theta=float(workload.ROPE_THETA),
+    rms_norm_eps=workload.RMS_NORM_EPS,
     max_position_embeddings=1024,
     tie_word_embeddings=False,
     attention_bias=True,
     qk_norm=False,
 )
-NUM_PROMPTS, SAMPLES_PER_PROMPT, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 16, 64
-NUM_SEQUENCES = NUM_PROMPTS * SAMPLES_PER_PROMPT
-ROLLOUT_TOKENS, TRAIN_TOKENS = (
-    NUM_SEQUENCES * NEW_TOKENS,
-    NUM_SEQUENCES * (PROMPT_TOKENS + NEW_TOKENS),
-)
+ROW_TOKENS = PROMPT_TOKENS + NEW_TOKENS
+NUM_ENGINES = 2
 
 TRAINER = TrainerConfig(
-    optimizer=OptimizerConfig(learning_rate=1e-4),
+    optimizer=OptimizerConfig(learning_rate=workload.LEARNING_RATE),
     num_mini_batches=1,
-    rows_per_micro_batch=NUM_SEQUENCES,
-    logp_chunk_tokens=TRAIN_TOKENS,
+    rows_per_micro_batch=max(1, 320 // ROW_TOKENS),
     remat="none",
 )
 RATES = ("rollout_tokens_per_s", "train_tokens_per_s", "steps_per_s")
@@ -93,45 +106,46 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
         params=policy.init(jax.random.key(0)),
         mesh=meshes.train,
         compute_dtype=dtype,
-        row_tokens=PROMPT_TOKENS + NEW_TOKENS,
+        row_tokens=ROW_TOKENS,
     )
     trainer = Trainer(
         config=TRAINER,
         limits=SampleLimits(max_staleness=0, max_new_tokens=NEW_TOKENS),
         policy=policy_learner(TRAINER, model, num_updates=warmup_steps + num_steps),
     )
-    engine = DecodeEngine(
-        policy,
-        meshes.rollout,
-        EngineConfig(
-            num_slots=NUM_SEQUENCES,
-            max_prompt_tokens=PROMPT_TOKENS,
-            max_new_tokens=NEW_TOKENS,
-            steps_per_dispatch=32,
-        ),
-        dtype,
+    config = EngineConfig(
+        num_slots=NUM_SEQUENCES // NUM_ENGINES,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=NEW_TOKENS,
+        steps_per_dispatch=32,
     )
-    weight_channel = WeightChannel(engine.layout, [engine.param_shardings], meshes.train)
-    engine_loop = EngineLoop(engine, weight_channel)
+    engines = [
+        DecodeEngine(policy, mesh, config, dtype)
+        for mesh in engine_meshes(meshes.rollout, NUM_ENGINES)
+    ]
+    weight_channel = WeightChannel(
+        engines[0].layout, [engine.param_shardings for engine in engines], meshes.train
+    )
+    fleet = Fleet(
+        [EngineLoop(engine, weight_channel.source(i)) for i, engine in enumerate(engines)]
+    )
     trainer.warm_up()
-    engine.warm_up()
+    for engine in engines:
+        engine.warm_up()
     weight_channel.publish(0, trainer.params)
-    engine_loop.start()
+    fleet.start()
     chance = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {"rollout_s": [], "train_s": [], "step_s": [], "cpu_s": []}
     try:
         for version in range(warmup_steps + num_steps):
             if version == warmup_steps:
-                engine_loop.metrics()
+                fleet.metrics()
             cpu_s, start = _cpu_seconds(), time.perf_counter()
             prompts = chance.integers(
                 0, MODEL.vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), dtype=np.int32
             )
             answers = await asyncio.gather(
-                *(
-                    engine_loop.submit(_request(version, i, prompt))
-                    for i, prompt in enumerate(prompts)
-                )
+                *(fleet.submit(_request(version, i, prompt)) for i, prompt in enumerate(prompts))
             )
             sampled = time.perf_counter()
             groups = [
@@ -143,7 +157,7 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
             jax.block_until_ready(trainer.params)
             trained = time.perf_counter()
             weight_channel.publish(version + 1, trainer.params)
-            weight_channel.wait(version + 1, 60.0)
+            weight_channel.wait_all_engines(version + 1, 60.0)
             if version >= warmup_steps:
                 for name, value in zip(
                     seconds,
@@ -156,9 +170,9 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
                     strict=True,
                 ):
                     seconds[name].append(value)
-        gap_sum_us, gaps = engine_loop.metrics()["host_gap_us"]
+        gap_sum_us, gaps = fleet.metrics()["host_gap_us"]
     finally:
-        engine_loop.close()
+        fleet.close()
         weight_channel.close()
     medians = {name: median(values) for name, values in seconds.items()}
     return {
@@ -166,12 +180,37 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
         "threads": len(os.sched_getaffinity(0)),
         "num_params": MODEL.num_params,
         "steps": num_steps,
-        "rollout_tokens_per_s": ROLLOUT_TOKENS / medians["rollout_s"],
-        "train_tokens_per_s": TRAIN_TOKENS / medians["train_s"],
+        "rollout_tokens_per_s": workload.ROLLOUT_TOKENS_PER_STEP / medians["rollout_s"],
+        "train_tokens_per_s": workload.TRAIN_TOKENS_PER_STEP / medians["train_s"],
         "steps_per_s": 1 / medians["step_s"],
         "cpu_seconds_per_step": medians["cpu_s"],
         "host_gap_us": gap_sum_us / gaps,
+        **_limits(medians),
         **medians,
+    }
+
+
+def _limits(seconds: dict[str, float]) -> dict[str, float]:
+    """Return the rate of matrix products, and the share of it that each stage reaches."""
+    size = 2048
+    square = jnp.ones((size, size))
+    multiply = jax.jit(jnp.matmul).lower(square, square).compile()
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        jax.block_until_ready(multiply(square, square))
+        times.append(time.perf_counter() - start)
+    flops_per_s = 2 * size**3 / min(times)
+    num_weights = MODEL.num_params - MODEL.vocab_size * MODEL.hidden_size  # without the embedding
+    keys = NUM_SEQUENCES * (ROW_TOKENS * (ROW_TOKENS + 1) - PROMPT_TOKENS * (PROMPT_TOKENS + 1)) / 2
+    pair = 4 * MODEL.num_attention_heads * MODEL.head_dim * MODEL.num_hidden_layers
+    rollout = 2 * num_weights * workload.ROLLOUT_TOKENS_PER_STEP + pair * keys
+    keys = NUM_SEQUENCES * ROW_TOKENS * (ROW_TOKENS + 1) / 2
+    train = 3 * (2 * num_weights * workload.TRAIN_TOKENS_PER_STEP + pair * keys)
+    return {
+        "matrix_gflops_per_s": flops_per_s / 1e9,
+        "rollout_share_of_limit": rollout / flops_per_s / seconds["rollout_s"],
+        "train_share_of_limit": train / flops_per_s / seconds["train_s"],
     }
 
 
@@ -188,7 +227,7 @@ def _request(version: int, place: int, prompt: np.ndarray) -> Request:
 
 def _group(version: int, place: int, prompt: np.ndarray, answer: list[Completion]) -> Group:
     """Make a group whose rewards are the shares of low token ids: learnable, cheap to compute."""
-    mask = np.arange(PROMPT_TOKENS + NEW_TOKENS) >= PROMPT_TOKENS
+    mask = np.arange(ROW_TOKENS) >= PROMPT_TOKENS
     samples = tuple(
         Sample(
             tokens=np.concatenate([prompt, sampled.tokens]),
@@ -203,7 +242,7 @@ def _group(version: int, place: int, prompt: np.ndarray, answer: list[Completion
         )
         for sampled in answer
     )
-    assert all(len(sample.tokens) == PROMPT_TOKENS + NEW_TOKENS for sample in samples)
+    assert all(len(sample.tokens) == ROW_TOKENS for sample in samples)
     return Group(version * NUM_PROMPTS + place, Task(f"{version}.{place}", (), ""), samples)
 
 
@@ -229,6 +268,7 @@ def main() -> None:
     parser.add_argument("--warmup-steps", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shape", choices=tuple(workload.SHAPES), default="1m")
     parser.add_argument("--peer", action="append", default=[], metavar="PYTHON:SCRIPT")
     parser.add_argument(
         "--once",
@@ -239,6 +279,7 @@ def main() -> None:
     if args.once:
         print(json.dumps(asyncio.run(measure(args.warmup_steps, args.steps))))
         return
+    os.environ["RL_STEP_SHAPE"] = args.shape  # of the processes below
     steps = [f"--warmup-steps={args.warmup_steps}", f"--steps={args.steps}"]
     commands = [
         [sys.executable, __file__, "--once", *steps],
@@ -254,7 +295,9 @@ def main() -> None:
             print(f"round {number + 1}/{args.rounds}  {result['peer']:<10} {rates}", flush=True)
     contestants = [str(result["peer"]) for result in rounds[0]]
     row = {
+        "shape": args.shape,
         "rounds": args.rounds,
+        "versions": {str(result["peer"]): result.get("version") for result in rounds[0][1:]},
         "median": {
             name: {
                 rate: median(results[i][rate] for results in rounds)
@@ -262,7 +305,15 @@ def main() -> None:
             }
             for i, name in enumerate(contestants)
         },
-        "host_gap_us": median(results[0]["host_gap_us"] for results in rounds),
+        **{
+            name: median(results[0][name] for results in rounds)
+            for name in (
+                "host_gap_us",
+                "matrix_gflops_per_s",
+                "rollout_share_of_limit",
+                "train_share_of_limit",
+            )
+        },
         "ratio": {
             name: {
                 rate: median(results[0][rate] / results[i][rate] for results in rounds)

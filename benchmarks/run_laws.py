@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
 from runs import read, steps
 
-from areal_jax.metrics import jsonl
+from areal_jax.metrics.sample_parts import SampleParts
+from areal_jax.metrics.sinks import SAMPLES
 
 
 def broken_laws(
@@ -21,7 +23,8 @@ def broken_laws(
         groups: groups per batch.
         samples: samples per group.
     """
-    rows, sampled = steps(read(run)), list(jsonl.read(run / "samples.jsonl"))
+    rows = steps(read(run))
+    sampled = [json.loads(row) for _, row in SampleParts(run / SAMPLES).read()]
     of_groups = {row["group"]: row["task"] for row in sampled}
     # Groups are numbered in the order of their tasks: missing ones below the last one are still
     # running.

@@ -71,8 +71,12 @@ def test_only_what_changed_is_downloaded(bucket: str) -> None:
 
 def test_parts_of_rows_are_joined_in_order(bucket: str) -> None:
     parts = {f"metrics.jsonl__{number:06d}": f"row {number}\n" for number in (1, 0, 11, 2)}
+    # Of the ninth and the tenth file of rows after closed ones.
+    parts |= {f"metrics.jsonl__{number}": f"row {number}\n" for number in (10**7, 9 * 10**6)}
     stored = write(f"{bucket}/data", **parts)
-    assert texts(fetch_objects(stored.url)) == {"metrics.jsonl": "row 0\nrow 1\nrow 2\nrow 11\n"}
+    rows = (0, 1, 2, 11, 9 * 10**6, 10**7)
+    joined = "".join(f"row {number}\n" for number in rows)
+    assert texts(fetch_objects(stored.url)) == {"metrics.jsonl": joined}
 
 
 def test_tasks_are_read_from_object_storage(bucket: str) -> None:

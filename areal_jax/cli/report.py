@@ -92,6 +92,8 @@ def _readable(folders: Sequence[Path]) -> Iterator[None]:
     """Convert errors of reading the files of runs to ConfigError."""
     try:
         yield
+    except ConfigError:
+        raise
     except (ValueError, KeyError) as error:
         where = ", ".join(map(str, folders))
         raise ConfigError(

@@ -38,7 +38,13 @@ from areal_jax.engine.batch import (
 )
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode_programs import DecodePrograms
-from areal_jax.engine.decode_shapes import RECORDED_ROWS, DecodeShapes, at_least, doublings
+from areal_jax.engine.decode_shapes import (
+    RECORDED_ROWS,
+    DecodeShapes,
+    at_least,
+    doublings,
+    next_power_of_two,
+)
 from areal_jax.engine.decode_state import (
     CONTINUES,
     STOPPED,
@@ -68,7 +74,8 @@ SHORTEST_SCORE = 64
 """Tokens of the shortest program that scores tokens."""
 
 SHORTEST_IMAGE = 64
-"""Patches of the smallest program that computes the embeddings of an image."""
+"""Patches of the smallest program that computes the embeddings of an image; others are powers of
+two, so that few are compiled."""
 
 
 class DecodeEngine:
@@ -144,7 +151,7 @@ class DecodeEngine:
         most = min(
             self.max_tokens * vision.merged_patches, processor.max_pixels // vision.patch_size**2
         )
-        return doublings(SHORTEST_IMAGE, _padded_length(most))
+        return doublings(SHORTEST_IMAGE, next_power_of_two(most, SHORTEST_IMAGE))
 
     @property
     def num_programs(self) -> int:
@@ -541,7 +548,7 @@ class DecodeEngine:
         vision = self.policy.config.vision
         assert vision is not None
         count = len(image.patches)
-        length = _padded_length(count)
+        length = next_power_of_two(count, SHORTEST_IMAGE)
         patches = np.zeros((1, length, vision.patch_width), np.float32)
         layout = np.zeros((1, length, 5), np.int32)
         patches[0, :count] = image.patches
@@ -565,11 +572,6 @@ class DecodeEngine:
         for rows, entries in zip(array, lists, strict=True):
             rows[: len(entries)] = entries or 0
         return array.reshape(-1, width), np.array([len(entries) for entries in lists], np.int32)
-
-
-def _padded_length(num_patches: int) -> int:
-    """Patches to which an image is padded: powers of two, so that few programs are compiled."""
-    return max(SHORTEST_IMAGE, 1 << (num_patches - 1).bit_length())
 
 
 def find_too_long(engine: DecodeEngine, setting: str) -> Iterator[str]:

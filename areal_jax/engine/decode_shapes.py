@@ -354,6 +354,11 @@ def doublings(first: int, most: int) -> list[int]:
     return [*(first << i for i in range(last.bit_length()) if 3 * (first << i) < 2 * last), last]
 
 
+def next_power_of_two(size: int, least: int) -> int:
+    """Return the smallest power of two that is at least `size` and `least`, a power of two."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
 def at_least(lengths: Sequence[int], wanted: int) -> int:
     """Return the first length that is not below `wanted`."""
     return next(length for length in lengths if length >= wanted)

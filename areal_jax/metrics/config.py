@@ -6,7 +6,7 @@ from typing import Literal
 
 import chz
 
-from areal_jax.bounds import ABOVE_ONE, FRACTION, NOT_NEGATIVE, POSITIVE
+from areal_jax.bounds import ABOVE_ONE, FRACTION, NOT_NEGATIVE, POSITIVE, Bound
 
 METRICS = "metrics.jsonl"
 """File of a run folder with one row per step and evaluation; always written."""
@@ -19,6 +19,12 @@ class MetricsConfig:
     tensorboard: bool = chz.field(default=True, doc="TensorBoard events")
     samples: bool = chz.field(
         default=True, doc="samples.jsonl: every trained sample, token by token"
+    )
+    # Compressing a part takes 12 s for each GiB, for which the end of a run waits.
+    samples_part_bytes: int = chz.field(
+        validator=Bound("1 to 2^30", lambda value: 1 <= value <= 2**30),
+        default=2**28,
+        doc="size of samples.jsonl at which its rows are moved to samples.00000.jsonl.gz, in bytes",
     )
     rollouts: bool = chz.field(
         default=True,

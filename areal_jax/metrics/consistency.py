@@ -2,8 +2,8 @@
 cut.
 
 Below the checkpoint's version every step has one row in metrics.jsonl, and each of its samples once
-in samples.jsonl. Rows of that version and later are cut on resuming. Rows of evaluations may be
-missing.
+in samples.jsonl or an earlier part. Rows of that version and later are cut on resuming. Rows of
+evaluations may be missing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from areal_jax.metrics.config import METRICS
+from areal_jax.metrics.sample_parts import PARTS, DamagedSamples, SampleParts, is_part
 from areal_jax.metrics.sinks import SAMPLES
 
 _ROW = re.compile(rb'\{"version":(\d+)[,}]')
@@ -65,7 +66,7 @@ def check_rows(
     """
     faults, gaps = list[Fault](), Gaps()
     counts, samples_of = Counter[int](), dict[int, int]()
-    for at, line in _rows(run_folder / METRICS, version, faults):
+    for at, line in _rows(METRICS, _lines(run_folder / METRICS), version, faults):
         if _IS_STEP in line:
             counts[at] += 1
             if match := _NUM_SAMPLES.search(line):
@@ -88,12 +89,13 @@ def check_rows(
             )
         )
 
-    if not (run_folder / SAMPLES).exists():
+    if not any(is_part(path.name) for path in run_folder.iterdir()):
         gaps[SAMPLES] = sorted(expected)
         return ConsistencyResult(faults, gaps)
     written, places, version_of = Counter[int](), set[tuple[int, int]](), dict[int, int]()
     repeated, unused = set[int](), set[int]()
-    for at, line in _rows(run_folder / SAMPLES, version, faults):
+    lines = (line for _, line in SampleParts(run_folder / SAMPLES).read())
+    for at, line in _rows(SAMPLES, lines, version, faults):
         written[at] += 1
         if match := _PLACE.search(line):
             group, number = int(match[1]), int(match[2])
@@ -160,7 +162,8 @@ def suggest_remedy(run_folder: Path, fault: Fault, version: int, older: Iterable
         version: version of the checkpoint to resume from.
         older: versions of complete checkpoints.
     """
-    away = f"move {run_folder / fault.file} away to resume without its rows"
+    files = run_folder / (PARTS if fault.file == SAMPLES else fault.file)
+    away = f"move {files} away to resume without its rows"
     usable = [at for at in older if at <= fault.version and at < version]
     if not usable:
         return away
@@ -192,14 +195,20 @@ def read_gaps(description: Path) -> Gaps:
         return {}
 
 
-def _rows(path: Path, version: int, faults: list[Fault]) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path) -> Iterator[bytes]:
+    if path.exists():
+        with path.open("rb") as file:
+            yield from file
+
+
+def _rows(
+    name: str, lines: Iterator[bytes], version: int, faults: list[Fault]
+) -> Iterator[tuple[int, bytes]]:
     """Yield complete rows below a version. Only the last line may be incomplete, after a kill."""
-    if not path.exists():
-        return
     torn: int | None = None
     last = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    try:
+        for number, line in enumerate(lines, start=1):
             match = _ROW.match(line)
             if match is None or not line.endswith(b"}\n"):
                 torn = torn or number
@@ -208,9 +217,9 @@ def _rows(path: Path, version: int, faults: list[Fault]) -> Iterator[tuple[int, 
             if at >= version:
                 continue
             if torn is not None:
-                faults.append(
-                    Fault(path.name, last, f"has an invalid line {torn}, with rows after it")
-                )
+                faults.append(Fault(name, last, f"has an invalid line {torn}, with rows after it"))
                 torn = None
             last = at
             yield at, line
+    except DamagedSamples as error:
+        faults.append(Fault(name, last, f"cannot be read: {error}"))

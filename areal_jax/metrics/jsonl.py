@@ -55,7 +55,8 @@ class JsonLines:
         self.path = path
         # Unbuffered: once `append` has returned, a kill of this process loses nothing.
         self._file = path.open("ab", buffering=0)
-        self._num_bytes = os.fstat(self._file.fileno()).st_size
+        self.num_bytes = os.fstat(self._file.fileno()).st_size
+        """Size of the file."""
 
     def append(self, version: int, row: Mapping[str, object]) -> None:
         """Append one row, with `version` as its first entry.
@@ -74,10 +75,10 @@ class JsonLines:
             while written < len(data):
                 written += self._file.write(data[written:])
         except OSError as error:
-            os.ftruncate(self._file.fileno(), self._num_bytes)
+            os.ftruncate(self._file.fileno(), self.num_bytes)
             message = f"{error.strerror}, so a row of version {version} was not written"
             raise OSError(error.errno, message, str(self.path)) from error
-        self._num_bytes += written
+        self.num_bytes += written
 
     def sync(self) -> None:
         """Sync the file to disk, so that a power failure loses no row."""
@@ -102,8 +103,7 @@ def cut(path: Path, version: int) -> int:
     removed = 0
     with add_file_name(copy), path.open("rb") as old, copy.open("wb") as new:
         for line in old:
-            match = _VERSION.match(line)
-            if match and int(match[1]) < version and line.endswith(b"}\n"):
+            if is_before(line, version):
                 new.write(line)
             else:
                 removed += 1
@@ -111,6 +111,12 @@ def cut(path: Path, version: int) -> int:
         os.fsync(new.fileno())
     copy.replace(path)
     return removed
+
+
+def is_before(line: bytes, version: int) -> bool:
+    """Return whether a line is a complete row of a version below `version`."""
+    match = _VERSION.match(line)
+    return match is not None and int(match[1]) < version and line.endswith(b"}\n")
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""samples.jsonl: every trained sample, token by token, written by a background thread. Axes: T
-tokens of a sample.
+"""samples.jsonl: every trained sample, token by token, written by a background thread, which also
+closes and compresses its parts. Axes: T tokens of a sample.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 from areal_jax.image_files import ImageFile, thumbnail_uri
+from areal_jax.metrics.config import MetricsConfig
 from areal_jax.metrics.jsonl import JsonLines
+from areal_jax.metrics.sample_parts import close_part, compress_parts
 
 MAX_WAITING_BATCHES = 8
 
@@ -56,18 +58,28 @@ class TrainedSample:
 class SampleWriter:
     """Appends samples to a file in a background thread."""
 
-    def __init__(self, path: Path, decode: Decode | None = None, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        decode: Decode | None = None,
+        timeout_s: float = 60.0,
+        part_bytes: int = MetricsConfig().samples_part_bytes,
+    ) -> None:
         """Open the file and start the thread.
 
         Args:
             path: the file.
             decode: decodes tokens to text, in the writer's thread; None: rows hold no text.
             timeout_s: limit on the wait of any call, in seconds.
+            part_bytes: size from which on the file is closed as a part, before the next version.
         """
         self.path = path
         self._texts = None if decode is None else TokenTexts(decode)
         self._timeout_s = timeout_s
         self._lines = JsonLines(path)
+        self._part_bytes, self._version = part_bytes, -1
+        # Compresses a closed part, a member at each step, while no batch waits.
+        self._compression: Iterator[None] | None = None
         self._error: Exception | None = None
         # Owned by this writer. The training thread puts a batch, an Event to set when all earlier
         # items are on disk, or None to end; the writer's thread takes. `close` ends it. A process
@@ -134,9 +146,16 @@ class SampleWriter:
             raise error
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        is_open = True
+        while is_open or self._compression is not None:
             try:
-                self._serve(item)
+                if self._compression is not None and self._queue.empty():
+                    if next(self._compression, "done") == "done":
+                        self._compression = None
+                elif (item := self._queue.get()) is None:
+                    is_open = False
+                else:
+                    self._serve(item)
             except Exception as error:  # handed on: raised in the caller's thread at the next call
                 self._error = error
 
@@ -148,8 +167,21 @@ class SampleWriter:
                 item.set()
         else:
             version, samples = item
+            if version != self._version and self._lines.num_bytes >= self._part_bytes:
+                self._close_part()
+            self._version = version
             for sample in samples:
                 self._lines.append(version, row(sample, version, self._texts))
+
+    def _close_part(self) -> None:
+        # One part at a time, so that uncompressed ones do not pile up.
+        for _ in self._compression or ():
+            pass
+        self._lines.sync()
+        close_part(self.path)
+        closed, self._lines = self._lines, JsonLines(self.path)
+        closed.close()
+        self._compression = compress_parts(self.path)
 
 
 class TokenTexts:

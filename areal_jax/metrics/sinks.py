@@ -10,6 +10,7 @@ from pathlib import Path
 
 from areal_jax.metrics.config import METRICS, MetricsConfig
 from areal_jax.metrics.jsonl import JsonLines, cut
+from areal_jax.metrics.sample_parts import closed_parts, cut_parts
 from areal_jax.metrics.samples import Decode, SampleWriter, TrainedSample
 from areal_jax.metrics.trackers import Trackers
 
@@ -40,11 +41,12 @@ class Sinks:
 
         Raises:
             FileExistsError: the folder of a new run holds rows of another run.
+            DamagedSamples: a part of the samples is missing or damaged.
         """
         run_folder.mkdir(parents=True, exist_ok=True)
         metrics, samples = run_folder / METRICS, run_folder / SAMPLES
         if resume_version is None:
-            for path in (metrics, samples):
+            for path in (metrics, samples, *closed_parts(samples)):
                 if path.exists() and path.stat().st_size:
                     raise FileExistsError(
                         f"{path} holds the rows of another run; set --run-folder to a new "
@@ -52,7 +54,7 @@ class Sinks:
                     )
         else:
             cut(metrics, resume_version)
-            cut(samples, resume_version)
+            cut_parts(samples, resume_version)
         self._tensorboard = None
         if config.tensorboard:
             # Half a second to import, which reports and runs without TensorBoard do not spend.
@@ -61,7 +63,9 @@ class Sinks:
             self._tensorboard = TensorBoard(run_folder / TENSORBOARD, resume_version, decode)
         self._trackers = trackers
         self._metrics = JsonLines(metrics)
-        self._samples = SampleWriter(samples, decode) if config.samples else None
+        self._samples = None
+        if config.samples:
+            self._samples = SampleWriter(samples, decode, part_bytes=config.samples_part_bytes)
 
     def write(self, version: int, metrics: Mapping[str, float]) -> None:
         """Append one row of metrics with the wall-clock time; nan and infinities become null.

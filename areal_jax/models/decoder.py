@@ -874,16 +874,8 @@ def _flat_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array
 def _flat_product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = saved
     dx = jnp.einsum("bto,io->bti", dy, w.astype(dy.dtype))
-    # XLA on CPU transposes the first factor, fused with its computation, in a slow strided loop.
-    # jax's rule has dy first, which for wide outputs (MLP) took a third of a training step. So the
-    # narrower factor comes first.
-    if w.shape[0] <= w.shape[1]:
-        dw = jnp.einsum("bti,bto->io", x, dy, preferred_element_type=jnp.float32)
-    else:
-        # Flattened, because XLA on CPU does not support this product over two dimensions in
-        # bfloat16.
-        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        dw = jnp.einsum("so,si->oi", dy, x, preferred_element_type=jnp.float32).T
+    # x first: with dy first, as in jax's rule, XLA on CPU transposes dy in a slow strided loop.
+    dw = jnp.einsum("bti,bto->io", x, dy, preferred_element_type=jnp.float32)
     return dx, dw.astype(w.dtype)
 
 

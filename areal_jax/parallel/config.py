@@ -64,7 +64,7 @@ class PlacementConfig:
         validator=POSITIVE,
         default=1,
         doc="number of decode engines with equal shares of rollout devices and slots; updates "
-        "are rolling",
+        "are rolling; a single CPU device is shared, on which each engine keeps one core busy",
     )
     adaptive: bool = chz.field(
         default=False,

@@ -118,9 +118,14 @@ def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device])
 def engine_meshes(rollout: Mesh, num_engines: int) -> list[Mesh]:
     """Split the rollout mesh along its data axis into meshes of equal size, one per engine.
 
+    Engines share a single CPU device: the products of a decode step are too small for several
+    cores, so that each engine keeps one busy.
+
     Raises:
         ValueError: the data axis is not divisible by the number of engines.
     """
+    if rollout.size == 1 and rollout.devices.flat[0].platform == "cpu":
+        return [rollout] * num_engines
     if rollout.shape["data"] % num_engines:
         raise ValueError(
             f"the rollout mesh's {rollout.shape['data']} shards of slots are not divisible by "

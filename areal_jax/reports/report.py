@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal_jax.errors import ConfigError
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.files import write_atomically
 from areal_jax.reports.page import ASSETS, read_asset, render_page
@@ -154,6 +155,7 @@ class ReportWriter:
 
         Raises:
             OSError: they were not written.
+            ConfigError: samples are damaged.
         """
         self._end()
         self._is_finished = True
@@ -185,6 +187,6 @@ class ReportWriter:
         try:
             self._run.update()
             write_run(self._run, state)
-        except OSError as error:
-            # The run goes on, and its end reports a full disk.
+        except (OSError, ConfigError) as error:
+            # The run goes on, and its end reports a full disk or damaged samples.
             logger.warning("report not updated: %s", error)

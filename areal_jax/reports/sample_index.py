@@ -1,5 +1,5 @@
-"""Index of samples.jsonl: where each group is, so that a page reads only what it shows. Axes: G
-groups.
+"""Index of samples.jsonl and its closed parts: where each group is, so that a page reads only what
+it shows. Axes: G groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from areal_jax.reports.lines import Lines
+from areal_jax.metrics.sample_parts import SampleParts
 from areal_jax.reports.series import MAX_POINTS
 
 STALENESS_BINS = (0, 1, 2, 3, 4, 5, 9, 17)
@@ -29,10 +29,10 @@ _HEAD = re.compile(
 
 
 class SampleIndex:
-    """Index of the groups in samples.jsonl, extended as the file grows. For one thread."""
+    """Index of the groups in the samples of a run, extended as they grow. For one thread."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = Lines(path)
+        self._parts = SampleParts(path)
         self._clear()
 
     def _clear(self) -> None:
@@ -53,12 +53,12 @@ class SampleIndex:
 
     def update(self) -> bool:
         """Read the rows that were appended; return whether earlier ones have changed."""
-        if replaced := self._lines.is_replaced():
+        if replaced := self._parts.is_replaced():
             self._clear()
-        for offset, line in self._lines.read():
+        for offset, line in self._parts.read():
             if head := _HEAD.match(line):
                 self._add(offset, len(line), head)
-        self.num_bytes = self._lines.offset
+        self.num_bytes = self._parts.offset
         return replaced
 
     def _add(self, offset: int, size: int, head: re.Match[bytes]) -> None:
@@ -151,15 +151,10 @@ class SampleIndex:
 
     def rows(self, places: Sequence[int]) -> list[list[dict[str, Any]]]:
         """Read the rows of groups."""
-        if not places:
-            return []
-        with self._lines.path.open("rb") as file:
-            return [self._rows(file, place) for place in places]
-
-    def _rows(self, file: Any, place: int) -> list[dict[str, Any]]:
-        file.seek(self._offsets[place])
-        lines = file.read(self._sizes[place]).splitlines()
-        return [json.loads(line) for line in lines]
+        return [
+            [json.loads(row) for row in self._parts.rows(self._offsets[place], self._sizes[place])]
+            for place in places
+        ]
 
 
 def logp_levels(logp: Sequence[float], loss_mask: Sequence[int]) -> str:

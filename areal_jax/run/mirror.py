@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import threading
 import time
@@ -19,11 +20,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import BinaryIO
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import FILES, find_checkpoints, newest_whole
 from areal_jax.errors import NotSaved
+from areal_jax.metrics.sample_parts import closed_parts, is_part, open_part
+from areal_jax.metrics.sinks import SAMPLES
 from areal_jax.run.claim import (
     LEASE_S,
     RENEW_S,
@@ -48,6 +53,7 @@ from areal_jax.storage import (
     StorageError,
     delete_lease_copy,
     fetch_objects,
+    file_of_part,
     is_url,
     parts_of,
     read_lease_copy,
@@ -107,6 +113,13 @@ class Uploader:
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._stored_s: dict[str, float] = {}
         self._checkpoints = {name for name in self._whole() if self._is_stored(name)}
+        self._sample_parts: set[tuple[str, int]] | None = None
+        names = stored.names()
+        for part in closed_parts(folder / SAMPLES):
+            # Closed parts do not change, but for a cut, which makes them smaller.
+            state = _state(part.stat())
+            if part.name in names and names[part.name][0] == state[1]:
+                self._seen[part.name] = state
 
     def store(self, *, stores_all: bool) -> None:
         """Store what has changed; with a new checkpoint, everything before it.
@@ -121,7 +134,12 @@ class Uploader:
         new = [name for name in whole if name not in self._checkpoints]
         for name, path in self._files():
             with suppress(FileNotFoundError):  # replaced or deleted meanwhile
-                self._store_file(name, path, at_once=stores_all or bool(new))
+                if path.suffix == ".jsonl":
+                    with path.open("rb") as file:
+                        self._store_rows(name, file)
+                else:
+                    self._store_file(name, path, at_once=stores_all or bool(new))
+        self._store_samples()
         for name in new:
             try:
                 self._store_checkpoint(name)
@@ -132,37 +150,59 @@ class Uploader:
             self._delete_checkpoints(lambda name: name not in self._checkpoints & set(whole))
 
     def _store_file(self, name: str, path: Path, *, at_once: bool) -> None:
-        found = path.stat()
-        state = (found.st_ino, found.st_size, found.st_mtime_ns)
-        seen = self._seen.get(name)
-        if seen == state:
+        state = _state(path.stat())
+        if self._seen.get(name) == state:
             return
-        if path.suffix == ".jsonl":
-            self._store_rows(
-                name, path, found.st_size, seen if seen and seen[0] == state[0] else None
-            )
-        else:
-            elapsed_s = time.monotonic() - self._stored_s.get(name, -1e9)
-            if not at_once and elapsed_s < found.st_size / BYTES_PER_S:
-                return
-            self._stored.upload(path, name)
+        elapsed_s = time.monotonic() - self._stored_s.get(name, -1e9)
+        if not at_once and elapsed_s < state[1] / BYTES_PER_S:
+            return
+        self._stored.upload(path, name)
         self._seen[name], self._stored_s[name] = state, time.monotonic()
 
-    def _store_rows(
-        self, name: str, path: Path, num_bytes: int, seen: tuple[int, int, int] | None
-    ) -> None:
-        """Store the parts that have changed of a file to which rows were appended.
+    def _store_rows(self, name: str, file: BinaryIO, num_closed: int = 0) -> None:
+        """Store the parts that have changed of an open file to which rows were appended.
 
         Args:
-            seen: state at the last time; None: all parts may differ.
+            num_closed: closed files with earlier rows.
         """
-        if seen is None or seen[1] > num_bytes:
-            seen, kept = None, {part for part, _ in parts_of(name, num_bytes)}
+        key, state = f"{name}/{num_closed}", _state(os.fstat(file.fileno()))
+        inode, seen_bytes, _ = seen = self._seen.get(key, (0, 0, 0))
+        if seen == state:
+            return
+        num_bytes = state[1]
+        if inode != state[0] or seen_bytes > num_bytes:
+            seen_bytes = 0
+            kept = {part for part, _ in parts_of(name, num_bytes, num_closed=num_closed)}
             # Delete before writing, from the end: a kill leaves the beginning of the old file.
-            others = [part for part in self._stored.names() if part.startswith(f"{name}/")]
+            others = [
+                part for part in self._stored.names() if file_of_part(part) == (name, num_closed)
+            ]
             self._stored.delete(sorted(set(others) - kept, reverse=True))
-        for part, start in parts_of(name, num_bytes, seen[1] if seen else 0):
-            self._stored.write(part, read_part(path, start, num_bytes))
+        for part, start in parts_of(name, num_bytes, seen_bytes, num_closed):
+            self._stored.write(part, read_part(file, start, num_bytes))
+        self._seen[key] = state
+
+    def _store_samples(self) -> None:
+        """Store each closed part once, and the rows of the other parts."""
+        path, stored = self._folder / SAMPLES, set[tuple[str, int]]()
+        with suppress(FileNotFoundError):  # after the last part
+            for number in count():
+                with open_part(path, number) as file:
+                    part = Path(file.name)
+                    if part.suffix == ".gz":
+                        self._store_file(part.name, part, at_once=True)
+                        stored.add((part.name, 0))
+                    else:
+                        self._store_rows(SAMPLES, file, number)
+                        stored.add((SAMPLES, number))
+                if part == path:
+                    break
+        if stored != self._sample_parts:
+            # Compressed parts replace their rows. What a resumed run has cut is deleted too.
+            found = {name: file_of_part(name) or (name, 0) for name in self._stored.names()}
+            stale = [name for name, of in found.items() if is_part(of[0]) and of not in stored]
+            self._stored.delete(sorted(stale, reverse=True))
+            self._sample_parts = stored
 
     def _store_checkpoint(self, name: str) -> None:
         folder = self._folder / CHECKPOINTS / name
@@ -192,7 +232,7 @@ class Uploader:
         return self._stored.read(self._name(file)) == file.read_bytes()
 
     def _files(self) -> Iterator[tuple[str, Path]]:
-        """Names and paths of all files but those of checkpoints and unfinished ones."""
+        """Names and paths of all files but samples, those of checkpoints, and unfinished ones."""
         for path in sorted(self._folder.rglob("*")):
             name = self._name(path)
             if (
@@ -200,11 +240,16 @@ class Uploader:
                 and name.split("/")[0] not in (CHECKPOINTS, *_UNSTORED)
                 and not path.name.startswith(".")
                 and not name.endswith(_UNFINISHED)
+                and not is_part(name)
             ):
                 yield name, path
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self._folder).as_posix()
+
+
+def _state(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Mirror:

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from areal_jax.data.packing import lay_out
+from areal_jax.engine.decode_shapes import next_power_of_two
 from areal_jax.models import lora
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Params, Policy
@@ -85,7 +86,7 @@ def row_tokens_of(datums: Sequence[Datum]) -> int:
 
 def shortest_row(num_tokens: int) -> int:
     """Return the length of the shortest rows that hold this many tokens."""
-    return max(SHORTEST_ROW, 1 << (num_tokens - 1).bit_length())
+    return next_power_of_two(num_tokens, SHORTEST_ROW)
 
 
 def make_forward(

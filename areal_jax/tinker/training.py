@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from areal_jax.engine.decode_shapes import next_power_of_two
 from areal_jax.errors import InvalidRequest
 from areal_jax.models import lora
 from areal_jax.models.config import LoRA, Target
@@ -181,7 +182,7 @@ class TrainingBackend:
         """Return the shape to which adapters of a shape are padded, so that those of several models
         are in one batch. Its own scale is not used.
         """
-        rank = max(LEAST_RANK, 1 << (shape.rank - 1).bit_length())
+        rank = next_power_of_two(shape.rank, LEAST_RANK)
         return LoRA(rank=rank, targets=lora.find_batched_targets(self.policy))
 
     def policy_of(self, shape: LoRA | None) -> Policy:

@@ -15,6 +15,7 @@ from areal_jax.models.attention import choose_kernel
 from areal_jax.models.decoder import Policy
 from areal_jax.models.moe import choose_grouped_kernel, row_layout
 from areal_jax.models.tpu_packed_attention import LANES
+from areal_jax.parallel.compilation import ON_SPARSE_CORES, compiler_options
 from areal_jax.parallel.sharding import (
     TRAIN_RULES,
     bytes_per_device,
@@ -41,8 +42,9 @@ SAVED_PER_WIDTH = 5
 WIDE_PER_WIDTH = 4
 """Arrays of the width in float32, of norms and residuals, that a layer saves without remat."""
 SAVED_PER_LOGIT = 2
-ROWS_OF_WIDTH, ROWS_OF_EXPERT = 3, 2
-"""Arrays of an expert's rows, by their width, that exist at a time in its backward pass."""
+ROWS_OF_WIDTH, ROWS_OF_EXPERT = 4, 2
+"""Arrays of an expert's rows, by their width, that exist at a time in its backward pass, with the
+sums of their results in float32."""
 GPU_ROWS_OF_WIDTH, GPU_ROWS_OF_EXPERT, MATRICES_OF_BLOCK = 4, 4, 12
 """As many where XLA compiles for GPUs, and, without a kernel, matrices in the compute dtype of each
 block of rows: those of its expert and their gradients, for three products."""
@@ -231,6 +233,9 @@ def _expert_row_bytes(
     if is_gpu(device):
         of_width, of_expert = GPU_ROWS_OF_WIDTH, GPU_ROWS_OF_EXPERT
         updates = 1 if mesh.shape["expert"] == 1 else 0
+    elif mesh.shape["tensor"] > 1 and compiler_options(mesh) is ON_SPARSE_CORES:
+        # While they sum results over tensor, products for the gradients of matrices wait.
+        of_width += 1
     updates *= any(target.startswith("experts.") for target in targets)
     of_blocks = 0
     if kernel == "blocks":
@@ -300,6 +305,9 @@ def _gathered_explicitly(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -
             )
             if "expert_matrices" in names
         )
+    if model.moe is not None and not is_gpu(mesh.devices.flat[0]):
+        # Gradients of the three matrices of experts wait for their sums beside weights.
+        whole += whole * dtype.itemsize // _FLOAT32
     cast = of_layers * dtype.itemsize // _FLOAT32 if dtype.itemsize < _FLOAT32 else 0
     return cast + head * (_FLOAT32 + dtype.itemsize), whole
 

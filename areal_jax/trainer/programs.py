@@ -134,8 +134,8 @@ class UpdatePrograms:
         return self.compiled(name)(*arguments)
 
     def compiled(self, name: str) -> jax.stages.Compiled:
-        """Return the program `init`, `zeros`, `accumulate`, `measure`, `gradient_norms` or `apply`,
-        compiled.
+        """Return the program `init`, `zeros`, `accumulate`, `add`, `measure`, `gradient_norms` or
+        `apply`, compiled.
         """
         if name not in self._compiled:
             self._compiled[name] = self._forward.compiler(self._lower(name), self._forward.mesh)
@@ -169,6 +169,10 @@ class UpdatePrograms:
                     self._accumulate, donate_argnums=2, out_shardings=_shardings_of(accumulated)
                 )
                 return jitted.lower(params, base, accumulated, self._abstract_batch(), *_SCALARS)
+            case "add":
+                sums = self._abstract_accumulated
+                jitted = jax.jit(_add, donate_argnums=0, out_shardings=_shardings_of(sums))
+                return jitted.lower(sums, sums)
             case "measure":
                 jitted = jax.jit(self._measure, out_shardings=self._replicated())
                 return jitted.lower(params, base, self._abstract_batch(), *_SCALARS)
@@ -389,6 +393,10 @@ def params_digest(params: Params) -> UInt32[Array, ""]:
         mixed = bits.astype(jnp.uint32) * (places * jnp.uint32(2654435761) | 1)
         total = total * jnp.uint32(31) + jnp.sum(mixed)
     return total
+
+
+def _add(one: Accumulated, other: Accumulated) -> Accumulated:
+    return jax.tree.map(jnp.add, one, other)
 
 
 def _on_device(sharding: NamedSharding) -> NamedSharding:

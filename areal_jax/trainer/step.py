@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -35,6 +36,7 @@ from areal_jax.records import PackedBatch, SequenceImages
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward
 from areal_jax.trainer.programs import (
+    Accumulated,
     Applied,
     Measured,
     Objective,
@@ -115,6 +117,15 @@ class Learner:
             self.params = put_copy(model.params, self.programs.shardings.params)
             self.opt_state = self.programs.run("init", self.params)
 
+    @property
+    def _uses_two_threads(self) -> bool:
+        """Whether two threads take the micro-batches in turns, each with sums of its own.
+
+        On one CPU device: jax runs a thread's programs one after the other, and the products of a
+        micro-batch that fits into the cache are too small for several cores.
+        """
+        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+
     @cached_property
     def _zeros(self) -> Float[Array, "B T"]:
         """Shared by all micro-batches, for columns that are not filled yet."""
@@ -140,6 +151,7 @@ class Learner:
             measures: `measure` will be called.
         """
         names = ["init", "zeros", "accumulate", "apply"]
+        names += ["add"] if self._uses_two_threads else []
         names += ["gradient_norms"] if reads_gradient_norms else []
         names += ["measure"] if measures else []
         programs: list[Program] = [(name, partial(self.programs.compiled, name)) for name in names]
@@ -236,15 +248,17 @@ class Learner:
             FloatingPointError: Loss or gradient is not finite. Parameters and optimizer state are
                 unchanged.
         """
-        accumulated = self.programs.run("zeros")
         scalars = np.float32(num_tokens), np.bool_(proximal_is_current)
         if not self.forward.replays_router:
             # A critic reads the policy's micro-batches.
             batches = [batch._replace(experts=None) for batch in batches]
-        for batch in batches:
-            accumulated = self.programs.run(
-                "accumulate", self.params, self.base, accumulated, batch, *scalars
-            )
+        if self._uses_two_threads and len(batches) > 1:
+            with ThreadPoolExecutor(1, "micro-batches") as thread:
+                others = thread.submit(self._accumulate, batches[1::2], scalars)
+                accumulated = self._accumulate(batches[::2], scalars)
+                accumulated = self.programs.run("add", accumulated, others.result())
+        else:
+            accumulated = self._accumulate(batches, scalars)
         self.params, self.opt_state, report = self.programs.run(
             "apply", self.params, self.opt_state, accumulated
         )
@@ -256,6 +270,16 @@ class Learner:
             name: Mean(float(total), float(weight)) for name, (total, weight) in metrics.items()
         }
         return Applied(Measured(on_host, off_policy), int(digest))
+
+    def _accumulate(
+        self, batches: Sequence[DeviceBatch], scalars: tuple[np.float32, np.bool_]
+    ) -> Accumulated:
+        accumulated = self.programs.run("zeros")
+        for batch in batches:
+            accumulated = self.programs.run(
+                "accumulate", self.params, self.base, accumulated, batch, *scalars
+            )
+        return accumulated
 
     def measure(self, batches: Sequence[DeviceBatch]) -> dict[str, Mean]:
         """Return the objective's metrics of micro-batches under the current parameters."""

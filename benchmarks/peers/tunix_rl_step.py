@@ -9,10 +9,8 @@ Run on two idle cores:
 
     taskset -c 0,1 tunix-env/bin/python benchmarks/peers/tunix_rl_step.py
 
-Prints one JSON line. On two cores of an AMD EPYC (AVX-512), 12 steps gave 11 919 rollout and 8 560
-training tokens/s and 2.10 steps/s. The rollout is `RLCluster.generate`; training is
-`RLCluster.update_actor`, until the new weights are computed; reward and batch assembly count in
-`step_s` only.
+Prints one JSON line. The rollout is `RLCluster.generate`; training is `RLCluster.update_actor`,
+until the new weights are computed; reward and batch assembly count in `step_s` only.
 """
 
 from __future__ import annotations
@@ -91,6 +89,11 @@ def main() -> None:
                 ),
                 eval_every_n_steps=num_updates + 1,
                 max_steps=num_updates,
+                # One update for a batch; micro-batches of one prompt were fastest.
+                mini_batch_size=workload.NUM_PROMPTS,
+                train_micro_batch_size=1,
+                rollout_micro_batch_size=workload.NUM_PROMPTS,
+                compute_logps_micro_batch_size=workload.NUM_PROMPTS,
             ),
             rollout_config=RolloutConfig(
                 max_tokens_to_generate=workload.NEW_TOKENS,

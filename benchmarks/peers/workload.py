@@ -1,7 +1,8 @@
-"""Workload of all peers: a GRPO update of a tiny Qwen2 on 8 prompts x 4 samples.
+"""Workload of all contestants: a GRPO update of a small Qwen2 on 8 prompts x 4 samples.
 
-Token ids are spelled as words. The peer scripts import this module, each in its own environment;
-it needs only transformers and tokenizers.
+The environment variable RL_STEP_SHAPE chooses one of SHAPES. Token ids are spelled as words. The
+peer scripts import this module, each in its own environment; only `make_tokenizer` needs
+transformers and tokenizers.
 """
 
 from __future__ import annotations
@@ -13,17 +14,35 @@ import random
 import time
 from collections.abc import Sequence
 from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Shape(NamedTuple):
+    """Sizes of the policy, and tokens of a prompt and of a completion."""
+
+    layers: int
+    hidden: int
+    mlp: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+SHAPES = {
+    "1m": Shape(layers=4, hidden=128, mlp=512, prompt_tokens=16, new_tokens=64),
+    "24m": Shape(layers=24, hidden=256, mlp=1024, prompt_tokens=256, new_tokens=256),
+}
+SHAPE = SHAPES[os.environ.get("RL_STEP_SHAPE", "1m")]
 
 # The policy: Qwen2, float32, untied, random weights.
-NUM_LAYERS = 4
-HIDDEN_SIZE = 128
+NUM_LAYERS = SHAPE.layers
+HIDDEN_SIZE = SHAPE.hidden
 NUM_HEADS = 4
 NUM_KV_HEADS = 2
 HEAD_DIM = HIDDEN_SIZE // NUM_HEADS
-MLP_SIZE = 512
+MLP_SIZE = SHAPE.mlp
 VOCAB_SIZE = 512
 ROPE_THETA = 10_000
 RMS_NORM_EPS = 1e-6
@@ -32,8 +51,8 @@ RMS_NORM_EPS = 1e-6
 NUM_PROMPTS = 8
 SAMPLES_PER_PROMPT = 4
 NUM_SEQUENCES = NUM_PROMPTS * SAMPLES_PER_PROMPT
-PROMPT_TOKENS = 16
-NEW_TOKENS = 64
+PROMPT_TOKENS = SHAPE.prompt_tokens
+NEW_TOKENS = SHAPE.new_tokens
 ROLLOUT_TOKENS_PER_STEP = NUM_SEQUENCES * NEW_TOKENS
 TRAIN_TOKENS_PER_STEP = NUM_SEQUENCES * (PROMPT_TOKENS + NEW_TOKENS)
 LEARNING_RATE = 1e-4
@@ -69,6 +88,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     Padding and end of sequence are outside the model's vocabulary and never sampled, so that every
     sample has exactly NEW_TOKENS tokens without a logits processor.
     """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     vocab = {str(i): i for i in range(VOCAB_SIZE)} | {"<pad>": VOCAB_SIZE, "<eos>": VOCAB_SIZE + 1}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -117,11 +139,16 @@ class StepClock:
         self.rollout_s.append(seconds)
 
     def end_step(self, train_s: float) -> None:
-        """Record the training part; a step includes data and logging since the previous one."""
+        """Record the training part; a step includes data and logging since the previous one.
+
+        Further calls before the next rollout add up: the micro-batches of a step.
+        """
         wall, cpu = time.perf_counter(), time.process_time()
-        self.train_s.append(train_s)
-        self.step_s.append(wall - self._wall)
-        self.cpu_s.append(cpu - self._cpu)
+        parts = train_s, wall - self._wall, cpu - self._cpu
+        for column, seconds in zip((self.train_s, self.step_s, self.cpu_s), parts, strict=True):
+            if len(column) < len(self.rollout_s):
+                column.append(0.0)
+            column[-1] += seconds
         self._wall, self._cpu = wall, cpu
 
     def report(self, *, peer: str, version: str, num_params: int, warmup_steps: int) -> str:

@@ -13,7 +13,7 @@ from tiny_decode import CONFIG, POLICY, Shelf, engine, laid_out, request, with_e
 from areal_jax.engine.batch import SLOT, PrefillChunk, empty_slots
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.engine.decode_shapes import doublings
+from areal_jax.engine.decode_shapes import doublings, next_power_of_two
 from areal_jax.engine.decode_state import encode_slots, read_field
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.records import Completion
@@ -34,6 +34,11 @@ from areal_jax.records import Completion
 )
 def test_lengths_double_up_to_the_longest_sequence(most: int, lengths: list[int]):
     assert doublings(32, most) == lengths
+
+
+@pytest.mark.parametrize(("size", "power"), [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32)])
+def test_next_power_of_two_is_at_least_the_smallest(size: int, power: int):
+    assert next_power_of_two(size, 8) == power
 
 
 def test_slot_records_are_packed_exactly():

@@ -27,11 +27,12 @@ LONG = chz.replace(CONFIG, num_slots=4, max_prompt_tokens=3 * BLOCK_TOKENS)
 
 
 @lru_cache
-def two_engines() -> tuple[DecodeEngine, ...]:
-    rollout = make_meshes(PlacementConfig(rollout_devices=2), jax.devices()[:3]).rollout
+def two_engines(num_devices: int = 2) -> tuple[DecodeEngine, ...]:
+    placement = PlacementConfig(rollout_devices=num_devices)
+    rollout = make_meshes(placement, jax.devices()[: num_devices // 2 * 2 + 1]).rollout
     meshes = engine_meshes(rollout, 2)
     assert [list(mesh.devices.flat) for mesh in meshes] == [
-        [device] for device in rollout.devices.flat
+        [rollout.devices.flat[number]] for number in (0, num_devices - 1)
     ]
     return tuple(DecodeEngine(POLICY, mesh, LONG, np.float32) for mesh in meshes)
 
@@ -56,8 +57,8 @@ def home(engine_loops: Sequence[Noting], name: str) -> int:
 
 
 @asynccontextmanager
-async def fleet() -> AsyncIterator[tuple[Fleet, list[Noting]]]:
-    engine_loops = [Noting(each, Shelf(each, (0, 0, 0))) for each in two_engines()]
+async def fleet(num_devices: int = 2) -> AsyncIterator[tuple[Fleet, list[Noting]]]:
+    engine_loops = [Noting(each, Shelf(each, (0, 0, 0))) for each in two_engines(num_devices)]
     together = Fleet(engine_loops)
     together.start()
     try:
@@ -66,9 +67,9 @@ async def fleet() -> AsyncIterator[tuple[Fleet, list[Noting]]]:
         together.close()
 
 
-def run(main: Callable[[Fleet, list[Noting]], Any]) -> Any:
+def run(main: Callable[[Fleet, list[Noting]], Any], num_devices: int = 2) -> Any:
     async def go() -> Any:
-        async with fleet() as (together, engine_loops):
+        async with fleet(num_devices) as (together, engine_loops):
             return await main(together, engine_loops)
 
     return asyncio.run(go())
@@ -83,7 +84,8 @@ def assert_same(ours: Sequence[Completion], theirs: Sequence[Completion]) -> Non
 
 
 @pytest.mark.slow
-def test_two_engines_sample_the_tokens_of_one() -> None:
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_two_engines_sample_the_tokens_of_one(num_devices: int) -> None:
     requests = [request(f"r{i}", (3 + i, 7, 1), num_samples=2, seed=i) for i in range(8)]
 
     async def main(
@@ -95,7 +97,7 @@ def test_two_engines_sample_the_tokens_of_one() -> None:
         assert assigned == [(each.id, home(engine_loops, each.id)) for each in requests]
         return answers, [engine_loop.metrics() for engine_loop in engine_loops]
 
-    answers, each = run(main)
+    answers, each = run(main, num_devices)
 
     async def alone() -> list[list[Completion]]:
         one = engine()

@@ -18,6 +18,7 @@ from areal_jax.metrics.consistency import (
     suggest_remedy,
 )
 from areal_jax.metrics.description import FILE, write_description
+from areal_jax.metrics.sample_parts import close_part, closed_parts, compress_parts
 from areal_jax.metrics.sinks import SAMPLES
 
 VERSION = 4
@@ -106,6 +107,29 @@ def test_inconsistent_samples_are_reported(
     write(tmp_path, METRICS, STEPS)
     write(tmp_path, SAMPLES, rows)
     assert [fault.text for fault in check(tmp_path).faults] == faults
+
+
+def test_samples_in_closed_parts_are_checked(tmp_path: Path) -> None:
+    write(tmp_path, METRICS, STEPS)
+    for versions in (range(2), range(2, 3), range(3, 6)):
+        write(tmp_path, SAMPLES, [row for row in ROWS if row["version"] in versions])
+        if 5 not in versions:
+            close_part(tmp_path / SAMPLES)
+    list(compress_parts(tmp_path / SAMPLES))
+    assert check(tmp_path).faults == []
+    first, second = closed_parts(tmp_path / SAMPLES)
+    data = second.read_bytes()
+    second.write_bytes(data[:-1])
+    damaged, lost = check(tmp_path).faults
+    expected = (
+        f"cannot be read: {second}: expected {len(data)} bytes or more, found {len(data) - 1}"
+    )
+    assert damaged.text.startswith(expected) and damaged.version == 1
+    assert lost.text == "has no samples of versions 2 to 3"
+    away = suggest_remedy(tmp_path, damaged, VERSION, [])
+    assert away == f"move {tmp_path}/samples*.jsonl* away to resume without its rows"
+    first.unlink()
+    assert "expected samples.00000.jsonl.gz before" in check(tmp_path).faults[0].text
 
 
 def test_samples_of_untrained_groups_are_reported(tmp_path: Path) -> None:

@@ -218,6 +218,9 @@ def test_new_run_refuses_the_rows_of_another(tmp_path):
         Sinks(tmp_path, PLAIN)
     Sinks(tmp_path, PLAIN, resume_version=0).close()
     assert strict(tmp_path / METRICS) == []
+    (tmp_path / "samples.00000.jsonl").write_text('{"version":0}\n')
+    with pytest.raises(FileExistsError, match=r"samples.00000.jsonl holds the rows of another"):
+        Sinks(tmp_path, PLAIN)
 
 
 def test_metric_named_version_is_refused(tmp_path):

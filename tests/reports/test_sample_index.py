@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from areal_jax.metrics.jsonl import cut, encode
+from areal_jax.metrics.sample_parts import close_part, closed_parts, compress_parts, cut_parts
 from areal_jax.metrics.samples import SampleWriter, TokenTexts, TrainedSample, row
 from areal_jax.reports.sample_index import SampleIndex, compact_group, compact_sample
 
@@ -92,6 +93,36 @@ def test_index_of_a_growing_file_equals_one_made_at_once(run: Run) -> None:
     assert [len(group) for group in once.rows(everything)] == [2] * 10
     assert growing.grades == once.grades == {"correct": 4, "wrong": 16}
     assert growing.staleness() == once.staleness()
+
+
+def test_index_over_parts_equals_that_over_one_file(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "parts").mkdir()
+    one, run = Run(tmp_path / "one"), Run(tmp_path / "parts")
+    growing = SampleIndex(run.path)
+    for version in range(4, 12):
+        one.add(version)
+        run.add(version)
+        if version % 3 == 0:
+            close_part(run.path)
+            growing.update()
+        if version % 3 == 1:
+            list(compress_parts(run.path))
+        assert not growing.update()
+    expected, once = SampleIndex(one.path), SampleIndex(run.path)
+    expected.update()
+    once.update()
+    everything = list(range(len(expected)))
+    assert len(everything) == 16 and len(closed_parts(run.path)) == 2
+    for index in (growing, once):
+        assert index.rows(everything) == expected.rows(everything)
+        assert index.find(grade="mixed").tolist() == expected.find(grade="mixed").tolist()
+        assert (index.grades, index.num_bytes) == (expected.grades, expected.num_bytes)
+        assert index.staleness() == expected.staleness()
+    cut_parts(run.path, 6)
+    cut(one.path, 6)
+    assert growing.update() and expected.update()
+    assert growing.rows(range(4)) == expected.rows(range(4)) and len(growing) == 4
 
 
 def test_groups_are_found_by_step_grade_and_task(run: Run) -> None:

@@ -14,6 +14,8 @@ import pytest
 from run_laws import broken_laws
 
 from areal_jax.metrics import jsonl
+from areal_jax.metrics.sample_parts import SampleParts
+from areal_jax.metrics.sinks import SAMPLES as SAMPLES_FILE
 
 GROUPS, SAMPLES, STEPS = 4, 2, 12
 SMALL = (  # steps that take milliseconds, of which some have a gradient
@@ -31,6 +33,7 @@ SMALL = (  # steps that take milliseconds, of which some have a gradient
     "evaluation.every_steps=0",
     "checkpoint.every_steps=2",
     "checkpoint.export_hf=false",
+    "metrics.samples_part_bytes=20000",  # closes parts every few steps
 )
 TIMEOUT_S = 240.0
 
@@ -199,5 +202,5 @@ def test_infinite_loss_ends_the_run_and_keeps_samples_and_checkpoints(
         f"{version}" for version in range(1, done + 1)
     }
     assert f"--resume={run} resumes from the checkpoint of version {done}" in output
-    rows = list(jsonl.read(run / "samples.jsonl"))
+    rows = list(SampleParts(run / SAMPLES_FILE).read())
     assert len(rows) == done * GROUPS * SAMPLES

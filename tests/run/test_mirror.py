@@ -36,6 +36,22 @@ from areal_jax.storage import (
 )
 
 
+class Killed(BaseException):
+    pass
+
+
+def killed_at(operation: Callable[..., object], left: list[int]) -> Callable[..., object]:
+    """The operation, which is killed once none of all operations are left."""
+
+    def run(*arguments: object, **named: object) -> object:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return operation(*arguments, **named)
+
+    return run
+
+
 def save_checkpoint(run: Path, version: int, num_files: int = 3) -> None:
     folder = run / "checkpoints" / str(version)
     (folder / "d").mkdir(parents=True)
@@ -105,20 +121,7 @@ def test_a_kill_at_any_operation_leaves_a_whole_checkpoint(
 ) -> None:
     """Rows of a stored checkpoint are stored before it, and it is stored before older ones go."""
 
-    class Killed(BaseException):
-        pass
-
     left = [0]
-
-    def killed_at(operation: Callable[..., object]) -> Callable[..., object]:
-        def run(*arguments: object, **named: object) -> object:
-            left[0] -= 1
-            if left[0] < 0:
-                raise Killed
-            return operation(*arguments, **named)
-
-        return run
-
     run, stored = local_path(bucket), ObjectFolder(bucket)
     append_rows(run, 0, 1)
     save_checkpoint(run, 2)
@@ -129,7 +132,7 @@ def test_a_kill_at_any_operation_leaves_a_whole_checkpoint(
     monkeypatch.setattr(mirror, "NUM_THREADS", 1)
     files, versions = stored._files, []
     for operation in ("put_file", "pipe_file", "rm_file"):
-        monkeypatch.setattr(files, operation, killed_at(getattr(files, operation)))
+        monkeypatch.setattr(files, operation, killed_at(getattr(files, operation), left))
     for number in range(100):
         left[0] = number
         with suppress(Killed):

@@ -271,9 +271,8 @@ def test_a_checkpoint_holds_the_critic_and_repeats_the_step(
     assert live_bytes() == before
     trainer.step(batch(1))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), once)
-    assert (
-        trainer.num_compilations == 9
-    )  # of each one to begin with and three to learn by; values, but no log-probs
+    # Of each one to begin with and four to learn by; values, but no log-probs.
+    assert trainer.num_compilations == 11
     # A run without a critic cannot resume from here, and one with a critic not from a checkpoint
     # that has none.
     alone = trainer.state._replace(critic=None)

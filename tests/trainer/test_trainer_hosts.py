@@ -91,6 +91,11 @@ def in_processes(
     ]
 
 
+def without_digest(metrics: dict[str, float]) -> dict[str, float]:
+    """All but the checksum of parameters, which any rounding changes."""
+    return {name: value for name, value in metrics.items() if name != "params_digest"}
+
+
 def test_several_processes_find_what_one_finds(ran: Ran):
     first, second = (found["steps"] for found in ran.together)
     assert first == second
@@ -98,7 +103,7 @@ def test_several_processes_find_what_one_finds(ran: Ran):
         # Sums over four devices in another order: a few roundings of float32 (6e-8), which Adam's
         # first steps, of the size of the learning rate wherever a gradient is not zero, carry into
         # all that follows.
-        assert together == pytest.approx(alone, rel=2e-4, abs=1e-6)
+        assert without_digest(together) == pytest.approx(without_digest(alone), rel=2e-4, abs=1e-6)
         assert together["loss"] != 0.0 and together["value_loss"] > 0.0
 
 
@@ -115,8 +120,10 @@ def test_several_processes_end_with_the_parameters_of_one(ran: Ran):
 def test_checkpoints_are_shared_by_one_and_several_hosts(ran: Ran):
     again, other = (found["again"] for found in ran.together)
     assert again == other
-    assert again == pytest.approx(ran.alone[1], rel=2e-4, abs=1e-6)
-    assert ran.again == pytest.approx(ran.together[0]["steps"][1], rel=2e-4, abs=1e-6)
+    expected = without_digest(ran.alone[1])
+    assert without_digest(again) == pytest.approx(expected, rel=2e-4, abs=1e-6)
+    expected = without_digest(ran.together[0]["steps"][1])
+    assert without_digest(ran.again) == pytest.approx(expected, rel=2e-4, abs=1e-6)
 
 
 def test_files_of_several_processes_are_read_back(ran: Ran):
