@@ -54,6 +54,7 @@ async def train(run: ReinforcementRun, exp: Experiment) -> None:
             if groups is None:
                 break
             step = await train_step(run, rollouts, groups)
+            await run.adapt_split()  # may move devices between training and decoding
             # The engine switches to the new weights between two decode steps.
             run.weight_channel.publish(version + 1, trainer.params)
             adapt_limit(gate, exp.rollout, step.metrics)

@@ -360,6 +360,10 @@ class ReinforcementRun(TrainingRun, Protocol):
         """State of the rollouts in the checkpoint from which the run resumes."""
         ...
 
+    async def adapt_split(self) -> None:
+        """Move devices between training and decoding, with placement.adaptive."""
+        ...
+
     def watched(self, rollouts: RunningRollouts | None = None) -> AbstractAsyncContextManager[None]:
         """Raise Stalled in the block where the run makes no progress. With rollouts, a run that
         stalls or rejects every group ends with a checkpoint.

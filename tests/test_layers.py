@@ -83,6 +83,7 @@ ORDERS = {
         ("run.make_plan", "run.recording"),
         ("run.checkpointing", "run.periodic_evaluation", "run.liveness", "run.trial_update"),
         ("run.local_engines", "run.worker_roles", "run.preflight"),
+        ("run.adaptive_split",),
         ("run.build", "run.trainer_host", "run.worker_pool"),
         ("run.cluster",),
         ("run.start", "run.replay"),
@@ -346,7 +347,7 @@ def test_no_file_is_named_as_a_standard_module() -> None:
             "def f():\n    import areal_jax.loop",
             "floor 6",
         ),  # upstairs, inside a function
-        ("areal_jax.run.plan", "from areal_jax.run.build import Run", "step 9"),
+        ("areal_jax.run.plan", "from areal_jax.run.build import Run", "step 10"),
         ("areal_jax.run.claim", "from areal_jax.run import models", "step 1"),
         ("areal_jax.records", "import areal_jax.protocols", "step 1"),
         ("areal_jax.parallel.x", "from areal_jax.metrics.jsonl import read", "step 1"),

@@ -74,6 +74,29 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
         yield from _no_reward_model_answers(experiment)
 
 
+def _unmovable(experiment: AnyExperiment) -> Iterator[str]:
+    """Devices move only where training and decoding overlap, and engines have no weights beside
+    the policy's.
+    """
+    if not isinstance(experiment, Experiment):
+        yield (
+            "placement.adaptive=true balances decoding with training, and fine-tuning only trains; "
+            "set it to false"
+        )
+    elif experiment.rollout.max_staleness == 0:
+        yield (
+            "placement.adaptive=true with rollout.max_staleness=0: training and decoding take "
+            "turns, so that neither is the bottleneck; raise rollout.max_staleness, or set "
+            "placement.adaptive=false"
+        )
+    chosen = experiment.workflow
+    if isinstance(chosen, Environment) and chosen.opponents:
+        yield (
+            f"placement.adaptive=true with workflow.opponents={','.join(chosen.opponents)}, whose "
+            "engines stay on their devices; leave out one of them"
+        )
+
+
 def _one_split(experiment: AnyExperiment) -> Iterator[str]:
     """Only one setting splits the devices, and only reinforcement learning can be balanced."""
     placement = experiment.placement
@@ -87,6 +110,8 @@ def _one_split(experiment: AnyExperiment) -> Iterator[str]:
             f"placement.rollout_share={share} with placement.rollout_devices={as_text(rollout)} "
             f"and placement.train_devices={as_text(train)}: both split the devices; set one of them"
         )
+    if placement.adaptive:
+        yield from _unmovable(experiment)
     if share == "auto" and not isinstance(experiment, Experiment):
         yield (
             "placement.rollout_share=auto balances decoding with training, and fine-tuning only "
@@ -468,6 +493,7 @@ def _placement_under_ray(experiment: AnyExperiment) -> Iterator[str]:
         ("rollout_share", "launch.rollout_engines and launch.engine_devices"),
         ("simulated_devices", "launch.accelerator=none"),
         ("engines", "launch.rollout_engines"),
+        ("adaptive", "launch.max_engines, and the file `engines` of the run folder"),
     ):
         if (value := getattr(placement, name)) != getattr(default, name):
             yield (

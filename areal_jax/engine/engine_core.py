@@ -33,7 +33,8 @@ class EngineCore:
     """Scheduler, weights and decode state of one engine. Used by the engine thread only.
 
     The host waits for the device in `update_weights`, and in `dispatch` for the output, which is
-    one transfer per dispatch.
+    one transfer per dispatch. It has more than 200 lines because all of its methods change the
+    decode state.
     """
 
     _state: DecodeState
@@ -74,6 +75,11 @@ class EngineCore:
     def start(self) -> None:
         """Allocate the decode state."""
         self._state = self._engine.init_state()
+
+    def release(self) -> None:
+        """Free weights and decode state; nothing is decoded afterwards."""
+        self.weights = Weights(self.weights.version, None)
+        vars(self).pop("_state", None)
 
     def update_weights(self, newest: Weights) -> None:
         """Swap to newer weights; invalidate cached prefixes, rebuild or keep running sequences."""

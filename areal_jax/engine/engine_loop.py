@@ -113,7 +113,10 @@ class EngineLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its dispatch; unfinished requests fail with EngineStopped."""
+        """End the thread after its dispatch, and free weights and KV cache.
+
+        Unfinished requests fail with EngineStopped.
+        """
 
         def close() -> None:
             self._closing = True
@@ -129,6 +132,8 @@ class EngineLoop:
         else:
             self._stop(EngineStopped("the decode engine is closed"))
         self._compiler.join(_CLOSE_TIMEOUT_S)
+        self._arrived = None
+        self._core.release()
 
     def compile_ahead(self, mode: SamplingMode) -> None:
         """Compile the programs of a sampling mode in the background."""

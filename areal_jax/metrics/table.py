@@ -51,9 +51,11 @@ _ROLLOUT = (
     Entry("swap_stall_s", "generation stall per weight update", "s"),
     Entry("wait_s", "time without a request to work on", "s"),
     Entry("compilations", "compiled engine programs", "programs", "0 after the first steps"),
-    Entry("engines", "connected engine workers", "workers", "the configured number"),
+    Entry("engines", "engines, with launch=ray or placement.adaptive", "", "the configured number"),
     Entry("engines_lost", "engine workers that died since the start of the run", "workers", "0"),
-    Entry("requests_moved", "requests moved from dead engine workers to others", "requests", "0"),
+    Entry("requests_moved", "requests moved from engines that died or left", "requests", "0"),
+    Entry("split_moves", "moves of devices between training and decoding", "moves", "few"),
+    Entry("split_stall_s", "training time that moves of devices took", "s", "near 0"),
 )
 
 _OBJECTIVE = (

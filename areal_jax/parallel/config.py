@@ -66,6 +66,11 @@ class PlacementConfig:
         doc="number of decode engines with equal shares of rollout devices and slots; updates "
         "are rolling; a single CPU device is shared, on which each engine keeps one core busy",
     )
+    adaptive: bool = chz.field(
+        default=False,
+        doc="move the devices of whole engines between training and decoding during the run, when "
+        "measured stage times forecast a gain",
+    )
     simulated_devices: int | None = chz.field(
         validator=POSITIVE, default=None, doc="number of simulated devices, on CPU only"
     )

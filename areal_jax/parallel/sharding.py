@@ -153,6 +153,28 @@ def put_copy(tree: Any, placed: Any) -> Any:
     return jax.tree.map(copy, tree, placed)
 
 
+Moved = dict[tuple[int, NamedSharding], tuple[jax.Array, jax.Array]]
+"""Arrays that have been moved and their copies, by identity and new sharding."""
+
+
+def move(tree: Any, placed: Any, moved: Moved) -> Any:
+    """Copy arrays to another mesh; one that several trees share is copied once.
+
+    Args:
+        tree: tree of arrays.
+        placed: tree of shardings with the same structure.
+        moved: arrays that have been moved, to which these are added.
+    """
+
+    def move_leaf(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        key = id(leaf), sharding
+        if key not in moved:
+            moved[key] = leaf, put_copy(leaf, sharding)
+        return moved[key][1]
+
+    return jax.tree.map(move_leaf, tree, placed)
+
+
 def fetch(tree: Any) -> Any:
     """Convert arrays to numpy, complete in every process; all their processes must call this."""
     if jax.process_count() > 1:

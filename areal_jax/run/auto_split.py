@@ -16,12 +16,12 @@ import chz
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.cluster.signals import Interrupted, Stopped
-from areal_jax.config.experiment import AnyExperiment, Experiment
+from areal_jax.config.experiment import Experiment
 from areal_jax.errors import ConfigError, NotLearning
 from areal_jax.metrics import jsonl, names
 from areal_jax.metrics.config import MetricsConfig
 from areal_jax.run.make_plan import make_plan
-from areal_jax.run.plan import Plan
+from areal_jax.run.plan import Plan, split_at
 from areal_jax.run.start import start
 from areal_jax.sim.measured import StageTimes, stage_times
 from areal_jax.sim.planner import rank_splits
@@ -72,8 +72,8 @@ def balanced(plan: Plan, folder: Path) -> Plan:
 
 
 def on_trial(experiment: Experiment) -> Experiment:
-    """The settings of trial steps: synchronous, so that stages do not overlap, without evaluations
-    and checkpoints.
+    """The settings of trial steps: synchronous, so that stages do not overlap, without evaluations,
+    checkpoints and moves.
     """
     return chz.replace(
         experiment,
@@ -82,6 +82,7 @@ def on_trial(experiment: Experiment) -> Experiment:
         evaluation=chz.replace(experiment.evaluation, every_steps=0),
         checkpoint=chz.replace(experiment.checkpoint, every_steps=0, export_hf=False),
         metrics=MetricsConfig(samples=False, progress=False),
+        placement=chz.replace(experiment.placement, adaptive=False),
     )
 
 
@@ -120,25 +121,4 @@ def best_split(plan: Plan, generate_s: float, train_s: float) -> Plan:
     raise ConfigError(
         f"placement.rollout_share=auto finds no split of {num_devices} devices; the best one: "
         f"{refusals[0]}"
-    )
-
-
-def split_at(plan: Plan, rollout: int, train: int) -> AnyExperiment:
-    """The experiment with `rollout` and `train` devices, and as many slots on each decoding device
-    as in the plan.
-    """
-    engine, before = plan.experiment.engine, plan.rollout_mesh.size
-    return chz.replace(
-        plan.experiment,
-        placement=chz.replace(
-            plan.experiment.placement,
-            rollout_share=None,
-            rollout_devices=rollout,
-            train_devices=train,
-        ),
-        engine=chz.replace(
-            engine,
-            num_slots=max(1, engine.num_slots * rollout // before),
-            kv_tokens=engine.kv_tokens * rollout // before,
-        ),
     )

@@ -1,5 +1,7 @@
 """A run: everything that lives while a policy trains, built from a plan and closed in reverse
 order.
+
+The file has more than 400 lines because a run and the order in which its parts start are one thing.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from areal_jax.protocols import (
 )
 from areal_jax.records import RolloutState, Sampling
 from areal_jax.rewards.workspace import Workspaces
+from areal_jax.run.adaptive_split import AdaptiveSplit
 from areal_jax.run.callbacks import RunControl
 from areal_jax.run.checkpointing import Checkpointer, Checkpointing, CheckpointWriter
 from areal_jax.run.compiled_programs import refusing_what_does_not_fit
@@ -46,7 +49,7 @@ from areal_jax.run.grading import (
     task_sets,
 )
 from areal_jax.run.liveness import Liveness
-from areal_jax.run.local_engines import start_engine_loops
+from areal_jax.run.local_engines import LocalEngines
 from areal_jax.run.opponents import start_opponents
 from areal_jax.run.periodic_evaluation import PeriodicEvaluation
 from areal_jax.run.plan import Plan, TrainingPlan
@@ -55,6 +58,7 @@ from areal_jax.run.stopping import StopRequest, stopping_on_signals
 from areal_jax.run.summary import next_commands
 from areal_jax.run.trainer import initial_weights
 from areal_jax.threads import run_in_thread
+from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.versions import Versions
 from areal_jax.workflows.environment import Opponent
 
@@ -85,6 +89,7 @@ class Run(Generic[AnyTrainer]):
     evaluation: PeriodicEvaluation
     checkpointing: Checkpointing
     control: RunControl
+    split: AdaptiveSplit | None = None
     first_version: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,10 +140,17 @@ class Run(Generic[AnyTrainer]):
             meters.update(self.grader.counters(), "rewards/")
         if isinstance(self.host, Workspaces):
             meters.update(self.host.counters(), "rewards/")
+        if self.split is not None:
+            meters.update(self.split.observe(meters.flatten()), "rollout/")
         self.recording.record_step(version, meters)
         self.control.checkpoints(self.folder)
         if self.recording.health.active and self.experiment.health.stop:
             self.stop.set()
+
+    async def adapt_split(self) -> None:
+        """As `AdaptiveSplit.adapt`; not in an evaluation, which may withhold weights."""
+        if self.split is not None and not self.evaluation.running:
+            await self.split.adapt()
 
     async def save(self, version: int, state: RolloutState) -> None:
         """As `Checkpointing.save`, in a thread."""
@@ -281,9 +293,7 @@ async def build_run(
             params, base = initial_weights(plan)
             trainer, restored = make_trainer(plan, params, base), None
             del params  # the trainer has its own copy
-            checkpointer = Checkpointer(
-                plan=plan, folder=folder, trainer=trainer, base=base, store=store
-            )
+            checkpointer = Checkpointer(plan=plan, folder=folder, trainer=trainer, store=store)
             if saved_version is not None:
                 restored = checkpointer.restore(saved_version)
         version = trainer.version if resume else None
@@ -294,7 +304,10 @@ async def build_run(
         if plan.decodes:
             with progress.stage("starting reward workers"):
                 await start_rewards(service, plan.experiment, *task_sets(plan), say=progress.say)
-        weight_channel, engine = start_engine_loops(stack, plan, base, recording.trace)
+        engines = LocalEngines(plan, base or {}, recording.trace)
+        stack.callback(engines.close)
+        weight_channel, engine = engines.weight_channel, engines.fleet
+        del base  # trainer and engines have it
         # Everything is compiled before anything waits: timeouts are for work, not for the compiler.
         if plan.decodes:
             weight_channel.publish(trainer.version, trainer.params)
@@ -313,7 +326,7 @@ async def build_run(
         if plan.decodes:
             engine.start()
             opponents = await start_opponents(stack, plan.experiment, plan.engine, plan.tokenizer)
-        yield await make_run(
+        run = await make_run(
             stack,
             plan,
             folder,
@@ -327,6 +340,10 @@ async def build_run(
             control=control or RunControl(),
             opponents=opponents,
         )
+        if plan.experiment.placement.adaptive and isinstance(trainer, Trainer):
+            run.split = AdaptiveSplit(plan, trainer, engines, recording)
+            stack.push_async_callback(run.split.close)
+        yield run
 
 
 async def make_run(

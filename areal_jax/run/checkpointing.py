@@ -18,7 +18,6 @@ from areal_jax.config.load import CONFIG_FILE, read_plainly
 from areal_jax.data.policy_files import EMBEDDED_POLICIES
 from areal_jax.errors import ConfigError, NotSaved
 from areal_jax.models import hf, lora
-from areal_jax.models.decoder import Params
 from areal_jax.records import RolloutState
 from areal_jax.run.checks import RUN_ID
 from areal_jax.run.plan import TrainingPlan
@@ -48,8 +47,6 @@ class Checkpointer:
     folder: Path
     """Run folder."""
     trainer: Versions
-    base: Params | None
-    """Frozen weights of an adapter."""
     store: CheckpointStore
 
     def restore(self, version: int) -> Columns:
@@ -93,14 +90,14 @@ class Checkpointer:
     def _results(self, version: int) -> Iterator[str]:
         plan, config = self.plan, self.plan.experiment
         policy, params, exports = plan.policy, self.trainer.params, config.checkpoint.export_hf
-        if self.base is not None:
+        if policy.lora:
             # Other tools do not know the names of embedded policies.
             is_embedded = config.policy.path in EMBEDDED_POLICIES
             base = str(plan.policy_folder) if is_embedded else config.policy.path
             lora.save(self.folder / ADAPTER, policy, params, base)
             yield f"adapter of version {version}: {shown(self.folder / ADAPTER)}"
         if exports:
-            merged = params if self.base is None else lora.merge(policy, self.base, params)
+            merged = lora.merge(policy, self.trainer.base, params) if policy.lora else params
             hf.save(self.folder / POLICY, policy, merged, plan.policy_folder)
             yield f"policy of version {version}: {shown(self.folder / POLICY)}"
         critic = self.trainer.state.critic

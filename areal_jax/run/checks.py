@@ -20,7 +20,7 @@ from areal_jax.errors import ConfigError
 from areal_jax.metrics import consistency, description, trackers
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.run.memory_checks import find_overflow
-from areal_jax.run.plan import Plan
+from areal_jax.run.plan import Plan, possible_splits
 from areal_jax.workflows.agent import parse_command
 from areal_jax.workflows.config import Agent
 
@@ -41,6 +41,13 @@ def find_mismatches(plan: Plan) -> Iterator[str]:
         yield (
             f"launch=Ray needs {' and '.join(missing)}, which are not installed: pip install "
             "'areal-jax[ray]'"
+        )
+    if plan.experiment.placement.adaptive and len(possible_splits(plan)) < 2:
+        num_devices = plan.train_mesh.size + plan.rollout_mesh.size
+        yield (
+            "placement.adaptive=true moves the devices of whole engines, and engines of "
+            f"{plan.engine.mesh.size} of {num_devices} devices leave one split only; raise "
+            "placement.engines"
         )
     yield from trackers.find_missing(plan.experiment.metrics.trackers)
     if plan.decodes:

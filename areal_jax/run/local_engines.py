@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AsyncExitStack, closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 
+from jax.sharding import Mesh
+
 from areal_jax.data.grammars import Grammars
+from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.decode_state import EngineParams
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.fleet import Fleet
@@ -16,45 +19,93 @@ from areal_jax.models.decoder import Params
 from areal_jax.run.periodic_evaluation import WEIGHTS_TIMEOUT_S
 from areal_jax.run.plan import Plan
 from areal_jax.weights.local import WeightChannel
-from areal_jax.weights.rolling import RollingSource, rolling_sources
+from areal_jax.weights.rolling import RollingSource, RollingUpdate, rolling_source
 
 
-def start_engine_loops(
-    stack: AsyncExitStack, plan: Plan, base: Params | None, trace: Trace
-) -> tuple[WeightChannel, Fleet]:
-    """Make the weight channel and the engine loops of a plan; the loops are not started.
-
-    Args:
-        base: frozen weights of an adapter.
+class LocalEngines:
+    """Engine loops that are numbered from the last device on: those next to the train mesh, with
+    the highest numbers, may leave and join. The loops of the plan are not started.
     """
-    attach = None
-    if base is not None:
-        attach = [partial(lora.attach, plan.policy, each) for each in _bases(plan, base)]
-    weight_channel = WeightChannel(
-        plan.engine.layout,
-        [engine.param_shardings for engine in plan.engines],
-        plan.train_mesh,
-        complete=attach,
-        on_event=partial(trace.span, "weight_channel"),
-    )
-    stack.callback(weight_channel.close)
-    sources = rolling_sources(
-        [weight_channel.source(number) for number in range(len(plan.engines))]
-    )
-    grammars = Grammars.of(plan.tokenizer, plan.policy.config.vocab_size)
-    fleet = Fleet(
-        [
-            EngineLoop(
-                engine,
-                source,
-                on_event=partial(_trace_engine, trace, source, number),
-                grammars=grammars,
-            )
-            for number, (engine, source) in enumerate(zip(plan.engines, sources, strict=True))
-        ]
-    )
-    stack.callback(fleet.close)
-    return weight_channel, fleet
+
+    def __init__(self, plan: Plan, base: Params, trace: Trace):
+        """
+        Args:
+            plan: Plan of the run.
+            base: Frozen weights of an adapter, on the train mesh; empty without an adapter.
+            trace: Trace of the run.
+        """
+        self._plan, self._trace = plan, trace
+        self._grammars = Grammars.of(plan.tokenizer, plan.policy.config.vocab_size)
+        engines = plan.engines[::-1]
+        self.weight_channel = WeightChannel(
+            plan.engine.layout,
+            [engine.param_shardings for engine in engines],
+            plan.train_mesh,
+            complete=self.completions(engines, plan.train_mesh, base),
+            on_event=partial(trace.span, "weight_channel"),
+        )
+        self._rolling_update = RollingUpdate(lambda: self.fleet.num_engines)
+        self.fleet = Fleet([self._make_loop(*numbered) for numbered in enumerate(engines)])
+
+    def close(self) -> None:
+        """End all loops, then the weight channel."""
+        try:
+            self.fleet.close()
+        finally:
+            self.weight_channel.close()
+
+    def completions(
+        self, engines: Sequence[DecodeEngine], train_mesh: Mesh, base: Params
+    ) -> list[Callable[[EngineParams], EngineParams]] | None:
+        """Return, for each engine, the function that merges an adapter with the frozen weights,
+        which are transferred here; None without engines or adapter.
+        """
+        if not base or not engines:
+            return None
+        targets, layout = [engine.base_shardings for engine in engines], self._plan.engine.layout
+        with closing(WeightChannel(layout, targets, train_mesh)) as weight_channel:
+            weight_channel.publish(0, base)
+            return [
+                partial(
+                    lora.attach,
+                    self._plan.policy,
+                    weight_channel.wait(0, WEIGHTS_TIMEOUT_S, number).params,
+                )
+                for number in range(len(targets))
+            ]
+
+    def add_engine(
+        self,
+        number: int,
+        engine: DecodeEngine,
+        complete: Callable[[EngineParams], EngineParams] | None,
+    ) -> None:
+        """Start one more engine loop, which gets the next version of the weights.
+
+        Args:
+            number: Number of the engine.
+            engine: Its compiled programs.
+            complete: As of `completions`.
+        """
+        self.weight_channel.add_engine(number, engine.param_shardings, complete)
+        loop = self._make_loop(number, engine)
+        loop.start()
+        self.fleet.add_engine(number, loop)
+
+    async def remove_engine(self, number: int) -> None:
+        """Move an engine's requests to the others, and free its devices."""
+        await self.fleet.remove_engine(number)
+        self._rolling_update.remove_engine(number)
+        self.weight_channel.remove_engine(number)
+
+    def _make_loop(self, number: int, engine: DecodeEngine) -> EngineLoop:
+        source = rolling_source(self._rolling_update, number, self.weight_channel.source(number))
+        return EngineLoop(
+            engine,
+            source,
+            on_event=partial(_trace_engine, self._trace, source, number),
+            grammars=self._grammars,
+        )
 
 
 def _trace_engine(
@@ -71,14 +122,3 @@ def _trace_engine(
     trace.span(lane, name, start_s, end_s, {"engine": number, **args})
     if name == "swap":
         source.complete_swap()
-
-
-def _bases(plan: Plan, base: Params) -> list[EngineParams]:
-    """The frozen weights on every engine's mesh; they are transferred once, as versions are."""
-    targets = [engine.base_shardings for engine in plan.engines]
-    with closing(WeightChannel(plan.engine.layout, targets, plan.train_mesh)) as weight_channel:
-        weight_channel.publish(0, base)
-        return [
-            weight_channel.wait(0, WEIGHTS_TIMEOUT_S, number).params
-            for number in range(len(targets))
-        ]

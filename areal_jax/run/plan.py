@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import chz
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -179,3 +180,32 @@ class Plan(TrainingPlan):
 def decodes(experiment: AnyExperiment) -> bool:
     """Whether the experiment generates anything."""
     return isinstance(experiment, Experiment) or experiment.evaluation.every_steps > 0
+
+
+def split_at(plan: Plan, rollout: int, train: int) -> AnyExperiment:
+    """The experiment with `rollout` and `train` devices, and as many slots on each decoding device
+    as in the plan.
+    """
+    engine, before = plan.experiment.engine, plan.rollout_mesh.size
+    return chz.replace(
+        plan.experiment,
+        placement=chz.replace(
+            plan.experiment.placement,
+            rollout_share=None,
+            rollout_devices=rollout,
+            train_devices=train,
+        ),
+        engine=chz.replace(
+            engine,
+            num_slots=max(1, engine.num_slots * rollout // before),
+            kv_tokens=engine.kv_tokens * rollout // before,
+        ),
+    )
+
+
+def possible_splits(plan: Plan) -> range:
+    """The numbers of rollout devices that placement.adaptive chooses from: those of 1, 2, ...
+    engines of the present size, beside at least one train device.
+    """
+    size = max(1, plan.rollout_mesh.size // len(plan.engines))
+    return range(size, plan.train_mesh.size + plan.rollout_mesh.size, size)

@@ -71,9 +71,8 @@ def replay(plan: TrainingPlan, source: Path, folder: Path, until: int | None = N
             f"{type(experiment).__name__}, which has no rollouts"
         )
     digests = list(_recorded_digests(source, until))
-    params, base = initial_weights(plan)
-    trainer = rl_trainer(plan, params, base)
-    del params  # the trainer has its own copy
+    # The trainer has a copy of its own.
+    trainer = rl_trainer(plan, *initial_weights(plan))
     different = list[int]()
     with ExitStack() as stack:
         sinks = Sinks(folder, experiment.metrics, decode=plan.tokenizer.decode)
@@ -95,9 +94,7 @@ def replay(plan: TrainingPlan, source: Path, folder: Path, until: int | None = N
             progress.update(version + 1, row)
             if row[DIGEST] != expected:
                 different.append(version + 1)
-        checkpointer = Checkpointer(
-            plan=plan, folder=folder, trainer=trainer, base=base, store=store
-        )
+        checkpointer = Checkpointer(plan=plan, folder=folder, trainer=trainer, store=store)
         for line in checkpointer.write_results(trainer.version):
             progress.say(line)
         result = Replay(range(1, len(digests) + 1), different)

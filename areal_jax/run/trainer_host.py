@@ -161,12 +161,11 @@ class TrainerHost:
             self._experiment, make_train_mesh(self._experiment.placement, devices)
         )
         require_memory(plan, devices)
-        params, base = initial_weights(plan)
-        self._trainer = rl_trainer(plan, params, base)
-        del params  # the trainer has its own copy
+        # The trainer has a copy of its own.
+        self._trainer = rl_trainer(plan, *initial_weights(plan))
         store = CheckpointStore(self._folder / CHECKPOINTS, self._experiment.checkpoint.keep)
         self._checkpointer = Checkpointer(
-            plan=plan, folder=self._folder, trainer=self._trainer, base=base, store=store
+            plan=plan, folder=self._folder, trainer=self._trainer, store=store
         )
         beside = (
             None

@@ -126,6 +126,8 @@ class SimulatedEngine:
         self.stopped_until_s = 0.0
         self.seconds = defaultdict[str, float](float)
         """Time by activity: decode, prefill, recompute, swap, idle, down."""
+        self.full_s = 0.0
+        """Decode time weighted by the share of slots, or of the cache, that was in use."""
         self.history: list[tuple[float, int]] = [(0.0, version)]
         """First step of each version."""
         self._ends: list[tuple[float, int]] = []
@@ -149,6 +151,8 @@ class SimulatedEngine:
                     2 * elapsed_s / (first_s + sqrt(first_s * first_s + 2 * growth_s * elapsed_s))
                 )
                 self.steps += steps
+                in_slots, in_cache = num / self.behavior.num_slots, self.context / self.kv_tokens
+                self.full_s += elapsed_s * min(1.0, max(in_slots, in_cache))
                 self.context += num * steps
                 self.seconds["decode"] += elapsed_s
             else:

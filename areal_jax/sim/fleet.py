@@ -135,17 +135,31 @@ class SimulatedFleet:
             index: of the engine.
             repaired_after_s: delay until it is back, with the newest weights.
         """
-        engine, now_s = self.engines[index], self.loop.time()
-        if not engine.up:
-            return
-        engine.advance(now_s)
-        self.counts["failures"] += 1
+        if self.engines[index].up:
+            self.counts["failures"] += 1
+            self.remove(index)
+            self.loop.call_later(repaired_after_s, self.add, index)
+
+    def remove(self, index: int) -> None:
+        """Take an engine out of use; its sequences continue elsewhere from their tokens."""
+        engine = self.engines[index]
+        engine.advance(self.loop.time())
         sequences, engine.up = engine.leave(), False
         del self._loads[index]
         engine.set_timer()
         for sequence in sequences:
             self._send(sequence)
-        self.loop.call_at(now_s + repaired_after_s, self._repair, engine)
+
+    def add(self, index: int) -> None:
+        """Take an engine into use again, with the newest weights."""
+        engine = self.engines[index]
+        engine.advance(self.loop.time())
+        engine.up = True
+        engine.swap(self._version)
+        self._loads[index] = 0
+        unassigned, self._unassigned = self._unassigned, []
+        for sequence in unassigned:
+            self._send(sequence)
 
     def stop(self, error: BaseException) -> None:
         """Fail every request, as an engine whose loop died."""
@@ -219,15 +233,6 @@ class SimulatedFleet:
         engine.swap(version)
         engine.admit_waiting()
         engine.set_timer()
-
-    def _repair(self, engine: SimulatedEngine) -> None:
-        engine.advance(self.loop.time())
-        engine.up = True
-        engine.swap(self._version)
-        self._loads[engine.index] = 0
-        unassigned, self._unassigned = self._unassigned, []
-        for sequence in unassigned:
-            self._send(sequence)
 
     def _stamps_of(self, done: Completion | None) -> list[tuple[int, int]]:
         if done is None or not len(done.versions):

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from areal_jax.models.decoder import Params
-from areal_jax.parallel.sharding import is_abstract
+from areal_jax.parallel.sharding import Moved, abstract, is_abstract, move
 from areal_jax.trainer.forward import DeviceBatch, Forward, ModelInputs, TopPredictions
 from areal_jax.trainer.state import in_host_memory
 
@@ -68,16 +68,25 @@ class FrozenPolicy(ReadOnlyPolicy):
         """
         self._base = {} if base is None else base
         self._placed = jax.tree.map(lambda leaf: leaf.sharding, params)
+        self._stored = in_host_memory(self._placed) if offload else self._placed
         self._params: Params = params
         if offload and not is_abstract(params):
-            self._params = jax.device_put(params, in_host_memory(self._placed))
+            self._params = jax.device_put(params, self._stored)
         # Does nothing if they are on the devices. One transfer for all micro-batches.
         super().__init__(forward, lambda: (jax.device_put(self._params, self._placed), self._base))
 
+    def take_over(self, other: FrozenPolicy, moved: Moved) -> None:
+        """Move the weights of the same policy on another mesh here; only shapes remain there.
+
+        Args:
+            other: The policy there.
+            moved: Arrays that have been moved, which models share.
+        """
+        placed = jax.tree.map(lambda leaf: leaf.sharding, self._base)
+        self._params = move(other._params, self._stored, moved)
+        self._base = move(other._base, placed, moved)
+        other._params, other._base = other._abstract()
+
     def _abstract(self) -> tuple[Params, Params]:
-        abstract = jax.tree.map(
-            lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),
-            self._params,
-            self._placed,
-        )
-        return abstract, self._base
+        placed = jax.tree.map(lambda leaf: leaf.sharding, self._base)
+        return abstract(self._params, self._placed), abstract(self._base, placed)

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from areal_jax.metrics.meters import Mean, Meters
 from areal_jax.parallel.compilation import Program
+from areal_jax.parallel.sharding import Moved
 from areal_jax.records import Group, StepResult
 from areal_jax.rl.config import GAE, SPO, VCPO, KLInLoss, KLInReward
 from areal_jax.trainer import stages
@@ -17,7 +18,7 @@ from areal_jax.trainer.batch_metrics import describe_batch
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import describe_values
 from areal_jax.trainer.distillation import TeacherInput, distillation
-from areal_jax.trainer.frozen import ReadOnlyPolicy
+from areal_jax.trainer.frozen import FrozenPolicy, ReadOnlyPolicy
 from areal_jax.trainer.objective import num_top_tokens
 from areal_jax.trainer.pipeline import (
     AdvantageEstimate,
@@ -111,6 +112,15 @@ class Trainer(Versions):
     def restore_host_state(self, state: HostState) -> None:
         assert self._rates is not None
         self._rates.restore(state)
+
+    def _exchange(self, other: Versions, moved: Moved) -> None:
+        assert isinstance(other, Trainer)
+        super()._exchange(other, moved)
+        for mine, others in zip(self._frozen(), other._frozen(), strict=True):
+            if isinstance(mine, FrozenPolicy) and isinstance(others, FrozenPolicy):
+                others.take_over(mine, moved)
+        self._reference, other._reference = other._reference, self._reference
+        self._teacher, other._teacher = other._teacher, self._teacher
 
     def list_programs(self) -> list[Program]:
         programs = super().list_programs()

@@ -22,7 +22,16 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.vision.image_reader import ImageReader
 from areal_jax.models.vision.tower import ImageInputs
 from areal_jax.parallel.compilation import Compiler, Program, compile_lowered
-from areal_jax.parallel.sharding import TRAIN_RULES, is_abstract, put, put_batch, put_copy
+from areal_jax.parallel.sharding import (
+    TRAIN_RULES,
+    Moved,
+    abstract,
+    is_abstract,
+    move,
+    put,
+    put_batch,
+    put_copy,
+)
 from areal_jax.records import PackedBatch, SequenceImages
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward
@@ -291,6 +300,24 @@ class Learner:
         shardings = self.programs.shardings
         self.params = jax.tree.map(_take, params, shardings.params)
         self.opt_state = jax.tree.map(_take, opt_state, shardings.opt_state)
+
+    def take_over(self, other: Learner, moved: Moved) -> None:
+        """Move the state of a learner on another mesh here; only its shapes remain there.
+
+        Args:
+            other: Learner of the same policy. Each of its arrays is freed once it is copied.
+            moved: Frozen arrays that have been moved, which models share.
+        """
+        left, structure = jax.tree.flatten((other.params, other.opt_state))
+        other.let_go()
+        copies = list[jax.Array]()
+        for like in jax.tree.leaves((self.params, self.opt_state)):
+            # Shards that stay where they are may be shared with the copy, so that none is deleted.
+            copies.append(jax.block_until_ready(put_copy(left.pop(0), like.sharding)))
+        self.params, self.opt_state = jax.tree.unflatten(structure, copies)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, self.base)
+        shapes = abstract(other.base, jax.tree.map(lambda leaf: leaf.sharding, other.base))
+        self.base, other.base = move(other.base, placed, moved), shapes
 
     def let_go(self) -> None:
         """Free parameters and optimizer state until `restore`; only their shapes remain."""

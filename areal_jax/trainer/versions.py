@@ -13,6 +13,7 @@ from areal_jax.data.packing import Layout
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.compilation import OnProgram, Program, compile_programs
+from areal_jax.parallel.sharding import Moved
 from areal_jax.records import StepResult
 from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.state import CriticState, TrainState
@@ -101,6 +102,29 @@ class Versions:
         for learner in filter(None, (self._learner, self._critic)):
             learner.let_go()
         return self.state
+
+    def exchange_meshes(self, other: Versions) -> None:
+        """Move to the mesh of a trainer that holds shapes alone, which gets this one's mesh.
+
+        Its programs are then those of this trainer, so that what it has compiled is not compiled
+        again. Call it between two steps.
+
+        Args:
+            other: Trainer of the same settings, made from shapes.
+        """
+        self._exchange(other, {})
+
+    def _exchange(self, other: Versions, moved: Moved) -> None:
+        other._learner.take_over(self._learner, moved)
+        self._learner, other._learner = other._learner, self._learner
+        if self._critic is not None and other._critic is not None:
+            other._critic.take_over(self._critic, moved)
+            self._critic, other._critic = other._critic, self._critic
+
+    @property
+    def base(self) -> Params:
+        """Frozen weights of an adapter, on the train mesh; empty without an adapter."""
+        return self._learner.base
 
     @property
     def num_compilations(self) -> int:

@@ -55,7 +55,7 @@ class LatestWins(Generic[Sent, Arrived]):
         # counts.
         self._changed = threading.Condition()
         self._waiting: WeightUpdate[Sent] | None = None
-        self._newest: list[tuple[int, Arrived] | None] = [None] * num_destinations
+        self._newest: dict[int, tuple[int, Arrived] | None] = dict.fromkeys(range(num_destinations))
         self._last_version: int | None = None
         self._last_error_text = ""
         self._is_paused = False
@@ -109,15 +109,26 @@ class LatestWins(Generic[Sent, Arrived]):
     def deliver(self, version: int, arrived: Arrived, destination: int = 0) -> None:
         """Store the newest version of a destination; called by `transfer`."""
         with self._changed:
-            self._newest[destination], self._last_error_text = (version, arrived), ""
-            self._changed.notify_all()
+            if destination in self._newest:  # It may have been removed during the transfer.
+                self._newest[destination], self._last_error_text = (version, arrived), ""
+                self._changed.notify_all()
+
+    def add_destination(self, destination: int) -> None:
+        """Add a destination, which gets the versions sent from now on."""
+        with self._changed:
+            self._newest[destination] = None
+
+    def remove_destination(self, destination: int) -> None:
+        """Remove a destination with its newest version."""
+        with self._changed:
+            del self._newest[destination]
 
     def fail(self, version: int, why: str) -> None:
         """Record why a version failed, so that it may be sent again; called by `transfer`."""
         with self._changed:
             self._last_error_text = why
             if self._last_version == version:
-                arrived = [-1 if newest is None else newest[0] for newest in self._newest]
+                arrived = [-1 if newest is None else newest[0] for newest in self._newest.values()]
                 self._last_version = min(arrived) if min(arrived) >= 0 else None
 
     def withdraw(self, version: int) -> None:
@@ -125,10 +136,10 @@ class LatestWins(Generic[Sent, Arrived]):
         with self._changed:
             if self._last_version == version and self._waiting is None:
                 self._last_version = None
-                self._newest = [
-                    None if newest is not None and newest[0] >= version else newest
-                    for newest in self._newest
-                ]
+                self._newest = {
+                    destination: None if newest is not None and newest[0] >= version else newest
+                    for destination, newest in self._newest.items()
+                }
 
     @property
     def in_flight(self) -> int | None:
@@ -137,8 +148,7 @@ class LatestWins(Generic[Sent, Arrived]):
             last = self._last_version
             return (
                 None
-                if last is None
-                or all(self._has(last, destination) for destination in range(len(self._newest)))
+                if last is None or all(self._has(last, destination) for destination in self._newest)
                 else last
             )
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -51,13 +52,17 @@ class WeightChannel:
                 on its mesh already, such as the base model of an adapter.
             on_event: Callback after every version.
         """
-        self._targets, self._complete, self._on_event = targets, complete, on_event
+        # Replaced, never changed: the thread may be iterating over them.
+        self._targets = dict(enumerate(targets))
+        self._complete = dict(enumerate(complete or ()))
+        self._on_event = on_event
         self._path = path or ("host" if source.devices.flat[0].platform == "cpu" else "device")
         devices = {device for how in jax.tree.leaves(targets) for device in how.device_set}
         self._moves = devices != set(source.devices.flat)
-        self._copy = weight_copy(
-            layout, targets[0], source, moves=self._moves, on_device=self._path == "device"
+        self._copy_from = partial(
+            weight_copy, layout, targets[0], moves=self._moves, on_device=self._path == "device"
         )
+        self._copy: Callable[[Tree], Tree] = self._copy_from(source)
         self._line: LatestWins[Tree, Weights] = LatestWins(
             "the weight channel", self._deliver, len(targets)
         )
@@ -72,6 +77,35 @@ class WeightChannel:
             RuntimeError: The delivery thread died; the cause is its error.
         """
         self._line.publish(version, lambda: self._copy(params))
+
+    def add_engine(
+        self, number: int, target: Tree, complete: Callable[[Tree], Tree] | None = None
+    ) -> None:
+        """Deliver to one more engine, from the next version on; arguments as of the channel."""
+        self._line.add_destination(number)
+        if complete is not None:
+            self._complete = {**self._complete, number: complete}
+        self._targets = {**self._targets, number: target}
+
+    def remove_engine(self, number: int) -> None:
+        """Deliver nothing more to an engine, and drop its weights."""
+        self._targets = {key: how for key, how in self._targets.items() if key != number}
+        self._complete = {key: merge for key, merge in self._complete.items() if key != number}
+        self._line.remove_destination(number)
+
+    def compile_copy(self, source: Mesh, params: Tree) -> Callable[[Tree], Tree]:
+        """Compile the copy from another train mesh, for `change_source`.
+
+        Args:
+            source: The mesh.
+            params: Shapes and shardings of the trainer's parameters there.
+        """
+        return self._copy_from(source).lower(params).compile()
+
+    def change_source(self, copy: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
+        """Copy the next versions by `copy`, from another train mesh; return the copy so far."""
+        before, self._copy = self._copy, copy
+        return before
 
     def source(self, number: int) -> WeightSource:
         """Return the weight source of an engine, counted from 0."""
@@ -96,7 +130,7 @@ class WeightChannel:
             TimeoutError: They do not within `timeout_s`.
         """
         # Engines are served in order.
-        self.wait(at_least, timeout_s, len(self._targets) - 1)
+        self.wait(at_least, timeout_s, next(reversed(self._targets)))
 
     def paused(self) -> AbstractContextManager[None]:
         """Deliver nothing while inside; the last version published meanwhile follows.
@@ -124,13 +158,12 @@ class WeightChannel:
         params, num_bytes = jax.block_until_ready(update.content), 0
         copied = time.perf_counter()
         in_transit = jax.device_get(params) if self._moves and self._path == "host" else params
-        for number, target in enumerate(self._targets):
+        for number, target in self._targets.items():
             if self._moves:
                 params = jax.block_until_ready(jax.device_put(in_transit, target))
                 num_bytes += sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-            weights = Weights(
-                update.version, self._complete[number](params) if self._complete else params
-            )
+            complete = self._complete.get(number)
+            weights = Weights(update.version, params if complete is None else complete(params))
             self._line.deliver(update.version, weights, number)
         end = time.perf_counter()
         self._line.count(

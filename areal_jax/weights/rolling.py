@@ -207,11 +207,15 @@ class RollingSource:
 def rolling_sources(sources: Sequence[WeightSource]) -> list[RollingSource]:
     """Wrap the weight sources of engines of one process so that the engines swap in turns."""
     rolling_update = RollingUpdate(lambda: len(sources))
-    return [
-        RollingSource(
-            source,
-            request_turn=partial(rolling_update.request_turn, number),
-            end_turn=partial(rolling_update.end_turn, number),
-        )
-        for number, source in enumerate(sources)
-    ]
+    return [rolling_source(rolling_update, number, source) for number, source in enumerate(sources)]
+
+
+def rolling_source(
+    rolling_update: RollingUpdate, number: int, source: WeightSource
+) -> RollingSource:
+    """Wrap the weight source of an engine of this process, which swaps in its turn."""
+    return RollingSource(
+        source,
+        request_turn=partial(rolling_update.request_turn, number),
+        end_turn=partial(rolling_update.end_turn, number),
+    )

@@ -116,13 +116,13 @@ def test_parameters_are_cut_within_a_slice_and_repeated_over_the_others(
 
 
 def test_parameters_that_do_not_fit_are_cut_over_more_devices() -> None:
-    def plan(model: str, **placement: int) -> Plan:
+    def plan(model: str, train_fsdp: int | None = None) -> Plan:
         experiment = Experiment(
             name=model,
             num_steps=1,
             engine=EngineConfig(num_slots=64, max_prompt_tokens=1024, max_new_tokens=7168),
             trainer=TrainerConfig(rows_per_micro_batch=1, remat="full"),
-            placement=PlacementConfig(train_devices=64, rollout_devices=64, **placement),
+            placement=PlacementConfig(train_devices=64, rollout_devices=64, train_fsdp=train_fsdp),
         )
         return make_shape_plan(experiment, known_shape(model), devices_of("v6e:8x16"))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import chz
@@ -20,7 +21,7 @@ from areal_jax.engine.fleet import Fleet
 from areal_jax.engine.routing import BLOCK_TOKENS, TOTALS, digests
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import engine_meshes, make_meshes
-from areal_jax.records import Completion, Request
+from areal_jax.records import Completion, Progress, Request
 
 LONG = chz.replace(CONFIG, num_slots=4, max_prompt_tokens=3 * BLOCK_TOKENS)
 
@@ -180,6 +181,52 @@ def test_a_snapshot_holds_the_requests_of_all_engines() -> None:
         answers = await asyncio.gather(*(futures[name] for name in ("r0", "r1", "r3")))
         assert [len(completion.tokens) for answer in answers for completion in answer] == [20] * 12
         assert [together._router.load(number) for number in (0, 1)] == [0, 0]
+
+    run(main)
+
+
+def test_requests_of_an_engine_that_leaves_continue_elsewhere() -> None:
+    requests = [request(f"r{i}", (3 + i, 7, 1), num_samples=2, seed=i) for i in range(6)]
+
+    async def main(together: Fleet, engine_loops: list[Noting]) -> list[list[Completion]]:
+        reports: dict[str, list[int]] = {each.id: [0, 0] for each in requests}
+        under_way = asyncio.Event()
+
+        def count(name: str, news: Sequence[Progress]) -> tuple[int, ...]:
+            for sample, sampled in news:
+                reports[name][sample] += len(sampled.tokens)
+            under_way.set()
+            return ()
+
+        watched = [replace(each, on_progress=partial(count, each.id)) for each in requests]
+        futures = [together.submit(each) for each in watched]
+        await under_way.wait()
+        await together.remove_engine(1)
+        assert together.num_engines == 1 and 0 < together.num_moved <= 3
+        answers = await asyncio.gather(*futures)
+        assert together._router.load(0) == 0 and not together._jobs
+        # 20 tokens of each sample, of which none is reported twice.
+        assert reports == {each.id: [20, 20] for each in requests}
+        # Those of the engine that left count, too: 6 requests of 2 samples of 20 tokens.
+        assert together.metrics()["tokens"] == (240.0, 1.0)
+        return answers
+
+    async def still(together: Fleet, engine_loops: list[Noting]) -> list[list[Completion]]:
+        return await asyncio.gather(*map(together.submit, requests))
+
+    for ours, theirs in zip(run(main), run(still), strict=True):
+        assert_same(ours, theirs)
+
+
+def test_an_engine_that_joins_gets_requests() -> None:
+    async def main(together: Fleet, engine_loops: list[Noting]) -> None:
+        await together.remove_engine(1)
+        loop = Noting(two_engines()[1], Shelf(two_engines()[1], (0, 0, 0)))
+        loop.start()
+        together.add_engine(1, loop)
+        futures = [together.submit(request(f"r{i}", (3, i), seed=i)) for i in range(4)]
+        assert len(loop.given) == 2
+        await asyncio.gather(*futures)
 
     run(main)
 

@@ -87,7 +87,7 @@ def test_a_failed_update_tracks_nothing(trainer: Trainer) -> None:
 def test_a_checkpoint_holds_the_tracked_rates(trainer: Trainer, tmp_path: Path) -> None:
     def checkpointer(of: Trainer) -> Checkpointer:
         plan: Any = SimpleNamespace()  # read by results alone
-        return Checkpointer(plan=plan, folder=tmp_path, trainer=of, base=None, store=store)
+        return Checkpointer(plan=plan, folder=tmp_path, trainer=of, store=store)
 
     store = CheckpointStore(tmp_path, keep=1)
     trainer.step(batch(seed=4))

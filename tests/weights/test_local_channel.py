@@ -234,6 +234,33 @@ def test_wait_times_out_with_the_missing_version():
     weight_channel.close()
 
 
+@pytest.mark.parametrize("path", ["device", "host"])
+def test_engines_join_and_leave_and_the_train_mesh_changes(path: Literal["device", "host"]):
+    meshes = meshes_of("2 + 6 devices")
+    weight_channel = weight_channel_between(meshes, path)
+    weight_channel.publish(1, params_of(meshes, 1))
+    weight_channel.wait_all_engines(1, timeout_s=60.0)
+    # The first four devices train now, and an engine has the last four.
+    others = meshes_of("4 + 4 devices")
+    params = params_of(others, 2)
+    before = weight_channel.change_source(weight_channel.compile_copy(others.train, params))
+    everywhere = NamedSharding(others.rollout, PartitionSpec())
+    weight_channel.add_engine(1, {"matrix": (everywhere, everywhere), "scale": everywhere})
+    assert weight_channel.newest(-1, 1) is None
+    weight_channel.publish(2, params)
+    weight_channel.wait_all_engines(2, timeout_s=60.0)
+    version, arrived = weight_channel.wait(2, 1.0, 1)
+    assert version == 2 and versions_in(arrived) == {2.0}
+    assert arrived["scale"].sharding.device_set == set(others.rollout.devices.flat)
+    # Back, without the engine.
+    weight_channel.change_source(before)
+    weight_channel.remove_engine(1)
+    weight_channel.publish(3, params_of(meshes, 3))
+    weight_channel.wait_all_engines(3, timeout_s=60.0)
+    assert versions_in(weight_channel.wait(3, 1.0).params) == {3.0}
+    weight_channel.close()
+
+
 def test_versions_must_increase():
     meshes = meshes_of("one device")
     weight_channel = weight_channel_between(meshes)
