@@ -27,19 +27,18 @@ import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
-from results import FOLDER, append
-from rich.console import Console
-from rich.table import Table
-from rl_step_cpu import (
-    MODEL,
+from peers.workload import (
     NEW_TOKENS,
     NUM_PROMPTS,
     NUM_SEQUENCES,
     PROMPT_TOKENS,
     SAMPLES_PER_PROMPT,
-    TRAIN_TOKENS,
-    TRAINER,
+    TRAIN_TOKENS_PER_STEP,
 )
+from results import FOLDER, append
+from rich.console import Console
+from rich.table import Table
+from rl_step_cpu import MODEL, TRAINER
 from runs import pass_at_1, run_all
 
 from areal_jax.metrics import jsonl
@@ -107,7 +106,7 @@ def train_tokens_per_s() -> dict[str, float]:
             jax.block_until_ready(trainer.params)
             if turn >= 3:
                 seconds[name].append(time.perf_counter() - started)
-    return {name: TRAIN_TOKENS / median(taken) for name, taken in seconds.items()}
+    return {name: TRAIN_TOKENS_PER_STEP / median(taken) for name, taken in seconds.items()}
 
 
 def trainer_of(name: str) -> Trainer:

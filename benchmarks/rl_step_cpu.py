@@ -31,12 +31,19 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from peers import workload
+from peers.workload import (
+    NEW_TOKENS,
+    NUM_PROMPTS,
+    NUM_SEQUENCES,
+    PROMPT_TOKENS,
+    SAMPLES_PER_PROMPT,
+)
 from results import append
 
 from areal_jax.engine.config import EngineConfig
@@ -54,16 +61,6 @@ from areal_jax.trainer.pipeline import SampleLimits
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.step import TrainableModel
 from areal_jax.weights.local import WeightChannel
-
-sys.path.insert(0, str(Path(__file__).parent / "peers"))
-import workload
-from workload import (
-    NEW_TOKENS,
-    NUM_PROMPTS,
-    NUM_SEQUENCES,
-    PROMPT_TOKENS,
-    SAMPLES_PER_PROMPT,
-)
 
 MODEL = ModelConfig(
     architecture="Qwen2ForCausalLM",
