@@ -44,6 +44,9 @@ from areal_jax.trainer.programs import (
     UpdatePrograms,
 )
 
+MOST_PARAMS_OF_TWO_THREADS = 2**26
+"""Parameters of the largest policy whose micro-batches two threads take on a CPU."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainableModel:
@@ -122,9 +125,10 @@ class Learner:
         """Whether two threads take the micro-batches in turns, each with sums of its own.
 
         On one CPU device: jax runs a thread's programs one after the other, and the products of a
-        micro-batch that fits into the cache are too small for several cores.
+        small policy are too small for several cores. A large one has no memory for two sums.
         """
-        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+        is_small = self.policy.config.num_params <= MOST_PARAMS_OF_TWO_THREADS
+        return is_small and self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
 
     @cached_property
     def _zeros(self) -> Float[Array, "B T"]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ from tiny_training import POLICY, ROW_TOKENS, params, train_mesh
 
 from areal_jax.data.sft import SupervisedExample
 from areal_jax.models.decoder import Params
+from areal_jax.trainer import step
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.sft import SupervisedTrainer
 from areal_jax.trainer.step import TrainableModel
@@ -60,6 +64,25 @@ def test_loss_falls_and_only_the_mask_is_learnt(trainer: SupervisedTrainer) -> N
     )
     assert after[0] < 0.25 * before[0]
     assert last.metrics["num_compilations"] == 5.0
+
+
+@pytest.mark.slow
+def test_two_threads_find_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainerConfig(
+        optimizer=OptimizerConfig(learning_rate=2e-2), rows_per_micro_batch=1, remat="none"
+    )
+
+    def after_three_steps() -> tuple[SupervisedTrainer, list[Any]]:
+        made = SupervisedTrainer(config, model(params(), ROW_TOKENS), num_updates=100)
+        return made, [made.step(examples(seed)).metrics["loss"] for seed in range(3)]
+
+    (two, losses), threads = after_three_steps(), []
+    monkeypatch.setattr(step, "MOST_PARAMS_OF_TWO_THREADS", 0)
+    monkeypatch.setattr(step, "ThreadPoolExecutor", threads.append)
+    one, expected = after_three_steps()
+    assert not threads and two.num_compilations == one.num_compilations + 1
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), two.params, one.params)
 
 
 def test_a_saved_state_repeats_the_step(trainer: SupervisedTrainer) -> None:
