@@ -327,8 +327,7 @@ def _delete_others(local: Path, kept: Collection[Path]) -> None:
 
 def _file_of(name: str) -> str:
     """Name of the file that an object is, or is a part of."""
-    match = _PART.fullmatch(name)
-    return match[1] if match else name
+    return _place(name)[0]
 
 
 def _place(name: str) -> tuple[str, int]:

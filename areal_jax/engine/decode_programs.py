@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from areal_jax.engine.batch import SamplingMode
-from areal_jax.engine.decode_shapes import DecodeShapes, shardings_of
+from areal_jax.engine.decode_shapes import DecodeShapes
 from areal_jax.engine.decode_state import DecodeState, EngineParams, read_field
 from areal_jax.engine.decode_step import generate
 from areal_jax.engine.decode_view import insert_pages, resize
@@ -26,7 +26,7 @@ from areal_jax.engine.prefill import copy_pages, copy_states, encode, extend, pr
 from areal_jax.engine.scoring import Scores, score
 from areal_jax.models.adapted import AdapterStack, assign_rows
 from areal_jax.parallel.compilation import Compiler, compile_lowered
-from areal_jax.parallel.sharding import on_shards
+from areal_jax.parallel.sharding import on_shards, shardings_of
 
 
 class DecodePrograms:

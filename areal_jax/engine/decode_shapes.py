@@ -36,6 +36,7 @@ from areal_jax.parallel.sharding import (
     bytes_per_device,
     sharding,
     shardings,
+    shardings_of,
 )
 
 PADDED_TOKENS = 512
@@ -333,16 +334,7 @@ class DecodeShapes:
         """Return shapes and shardings of `layout`, given shapes and logical axes."""
         shapes = jax.eval_shape(self.layout, params)
         placed = shardings(self.mesh, self.policy.unstack_axes(axes), shapes, ROLLOUT_RULES)
-        return jax.tree.map(
-            lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),
-            shapes,
-            placed,
-        )
-
-
-def shardings_of(shapes: Any) -> Any:
-    """Return the sharding of every leaf."""
-    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        return abstract(shapes, placed)
 
 
 def doublings(first: int, most: int) -> list[int]:

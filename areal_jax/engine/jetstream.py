@@ -39,6 +39,7 @@ from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.decode_state import DecodeState, EngineParams
 from areal_jax.engine.slots import SlotTable
 from areal_jax.models.paged_attention import Pages
+from areal_jax.parallel.sharding import shardings_of
 from areal_jax.protocols import Tokenizer
 from areal_jax.records import Completion, Request, Sampling, derive_seed, empty_completion
 
@@ -129,7 +130,7 @@ class JetStreamEngine(engine_api.Engine):
         table = np.tile(self._own_pages, (engine.num_shards, 1))
         self._prefilling = self._prefiller.point(self._prefiller.init_state(), table)
         self._take = jax.jit(_take)
-        placed = jax.tree.map(lambda leaf: leaf.sharding, self._prefilling.pages)
+        placed = shardings_of(self._prefilling.pages)
         self._put = jax.jit(_put, out_shardings=placed, donate_argnums=0)
         # JetStream prefills in one thread and decodes in another: whoever holds this hands work to
         # the devices, which must all be given it in the same order.

@@ -206,6 +206,11 @@ def abstract(shapes: Any, shardings: Any) -> Any:
     )
 
 
+def shardings_of(tree: Any) -> Any:
+    """Return the sharding of every leaf, of arrays or shapes."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
 def is_abstract(tree: Any) -> bool:
     """Return whether a tree consists of shapes, as programs are compiled from."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))

@@ -65,7 +65,7 @@ class AdaptiveSplit:
         self._plan, self._trainer = plan, trainer
         self._engines, self._recording = engines, recording
         self._num_steps = plan.experiment.num_steps
-        self._engine_devices = plan.rollout_mesh.size // len(plan.engines)
+        self._engine_devices = plan.engine.mesh.size
         self._devices = [*plan.train_mesh.devices.flat, *plan.rollout_mesh.devices.flat]
         self._chooser = SplitChooser(
             len(self._devices), possible_splits(plan), plan.rollout_mesh.size

@@ -15,7 +15,7 @@ from areal_jax.config.experiment import Experiment
 from areal_jax.errors import ConfigError
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.parallel.compilation import Program, peak_bytes
-from areal_jax.parallel.sharding import bytes_per_device
+from areal_jax.parallel.sharding import bytes_per_device, shardings_of
 from areal_jax.parallel.topologies import on_own_slice
 from areal_jax.run.memory_checks import format_bytes
 from areal_jax.run.plan import Plan, TrainingPlan
@@ -178,9 +178,7 @@ def copy_job(plan: Plan, *, moves: bool) -> Job:
 
 def engine_jobs(plan: Plan) -> Iterator[Job]:
     engine = plan.engine
-    weights = bytes_per_device(
-        engine.shapes.params, jax.tree.map(lambda leaf: leaf.sharding, engine.shapes.params)
-    )
+    weights = bytes_per_device(engine.shapes.params, shardings_of(engine.shapes.params))
     config = engine.config
     for name, compile_it in engine.list_programs():
         decodes = name.startswith("generate")

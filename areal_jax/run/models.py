@@ -35,7 +35,7 @@ from areal_jax.models.hf import read_config
 from areal_jax.models.vision.image_reader import ImageReader
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import compute_dtype, make_rollout_mesh
-from areal_jax.parallel.sharding import ROLLOUT_RULES, Rules, shardings
+from areal_jax.parallel.sharding import ROLLOUT_RULES, Rules, abstract, shardings
 from areal_jax.records import Weights, derive_seed
 from areal_jax.storage import fetch_objects, local_path
 from areal_jax.trainer.state import trained
@@ -268,13 +268,8 @@ class DecodingPolicy:
         ]
 
     def _restored(self, checkpoint: RunCheckpoint) -> tuple[Params, Params | None]:
-        abstract, axes = trained(self.policy)
-        placed = shardings(self.engine.mesh, axes, abstract, ROLLOUT_RULES)
-        target = jax.tree.map(
-            lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),
-            abstract,
-            placed,
-        )
+        shapes, axes = trained(self.policy)
+        target = abstract(shapes, shardings(self.engine.mesh, axes, shapes, ROLLOUT_RULES))
         store = CheckpointStore(checkpoint.folder / CHECKPOINTS, keep=1)
         weights = store.restore_field(checkpoint.version, "params", target)
         if not self.policy.lora:

@@ -207,5 +207,5 @@ def possible_splits(plan: Plan) -> range:
     """The numbers of rollout devices that placement.adaptive chooses from: those of 1, 2, ...
     engines of the present size, beside at least one train device.
     """
-    size = max(1, plan.rollout_mesh.size // len(plan.engines))
+    size = plan.engine.mesh.size
     return range(size, plan.train_mesh.size + plan.rollout_mesh.size, size)

@@ -26,7 +26,7 @@ from areal_jax.engine.decode_shapes import next_power_of_two
 from areal_jax.models import lora
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Params, Policy
-from areal_jax.parallel.sharding import TRAIN_RULES, is_axes, put_batch, shardings
+from areal_jax.parallel.sharding import TRAIN_RULES, is_axes, put_batch, shardings, shardings_of
 from areal_jax.tinker.config import TinkerConfig
 from areal_jax.tinker.messages import Datum
 from areal_jax.tinker.objective import SummedLoss, summed_loss
@@ -229,7 +229,7 @@ class BatchPrograms:
             shapes = lora.abstract(Policy(self._policy.config, work.shape))
             self._takes[work.shape] = jax.jit(
                 lambda stack, i: lora.cut(jax.tree.map(lambda leaf: leaf[i], stack), shapes),
-                out_shardings=jax.tree.map(lambda leaf: leaf.sharding, work.params),
+                out_shardings=shardings_of(work.params),
             )
         return self._takes[work.shape](gradients, number)
 

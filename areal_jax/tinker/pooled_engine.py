@@ -20,7 +20,7 @@ from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models import lora
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Params
-from areal_jax.parallel.sharding import put
+from areal_jax.parallel.sharding import put, shardings_of
 from areal_jax.records import NO_VERSION, Weights
 
 
@@ -164,7 +164,7 @@ class PooledEngine:
     @cached_property
     def _placed(self) -> Any:
         shapes = self.engine.shapes
-        return jax.tree.map(lambda leaf: leaf.sharding, (shapes.adapters, shapes.scales))
+        return shardings_of((shapes.adapters, shapes.scales))
 
     @cached_property
     def _set(self) -> Callable[..., tuple[Params, Float32[Array, "_"]]]:

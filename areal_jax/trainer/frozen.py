@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from areal_jax.models.decoder import Params
-from areal_jax.parallel.sharding import Moved, abstract, is_abstract, move
+from areal_jax.parallel.sharding import Moved, abstract, is_abstract, move, shardings_of
 from areal_jax.trainer.forward import DeviceBatch, Forward, ModelInputs, TopPredictions
 from areal_jax.trainer.state import in_host_memory
 
@@ -67,7 +67,7 @@ class FrozenPolicy(ReadOnlyPolicy):
             offload: Keep `params` in host memory, and transfer them to the devices for each call.
         """
         self._base = {} if base is None else base
-        self._placed = jax.tree.map(lambda leaf: leaf.sharding, params)
+        self._placed = shardings_of(params)
         self._stored = in_host_memory(self._placed) if offload else self._placed
         self._params: Params = params
         if offload and not is_abstract(params):
@@ -82,11 +82,11 @@ class FrozenPolicy(ReadOnlyPolicy):
             other: The policy there.
             moved: Arrays that have been moved, which models share.
         """
-        placed = jax.tree.map(lambda leaf: leaf.sharding, self._base)
+        placed = shardings_of(self._base)
         self._params = move(other._params, self._stored, moved)
         self._base = move(other._base, placed, moved)
         other._params, other._base = other._abstract()
 
     def _abstract(self) -> tuple[Params, Params]:
-        placed = jax.tree.map(lambda leaf: leaf.sharding, self._base)
+        placed = shardings_of(self._base)
         return abstract(self._params, self._placed), abstract(self._base, placed)

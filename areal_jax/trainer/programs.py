@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params
 from areal_jax.models.moe import balance_loss, router_metrics
-from areal_jax.parallel.sharding import abstract
+from areal_jax.parallel.sharding import abstract, shardings_of
 from areal_jax.rl.off_policy import OffPolicyCounts, sequence_ess
 from areal_jax.rl.token_losses import PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
@@ -164,18 +164,18 @@ class UpdatePrograms:
                 return jax.jit(self._init, out_shardings=self.shardings.opt_state).lower(params)
             case "zeros":
                 return jax.jit(
-                    self._zeros, out_shardings=_shardings_of(self._abstract_accumulated)
+                    self._zeros, out_shardings=shardings_of(self._abstract_accumulated)
                 ).lower()
             case "accumulate":
                 accumulated = self._abstract_accumulated
                 jitted = jax.jit(
-                    self._accumulate, donate_argnums=2, out_shardings=_shardings_of(accumulated)
+                    self._accumulate, donate_argnums=2, out_shardings=shardings_of(accumulated)
                 )
                 return jitted.lower(params, base, accumulated, self._abstract_batch(), *_SCALARS)
             case "add":
                 sums = self._abstract_accumulated
                 add = partial(jax.tree.map, jnp.add)
-                jitted = jax.jit(add, donate_argnums=0, out_shardings=_shardings_of(sums))
+                jitted = jax.jit(add, donate_argnums=0, out_shardings=shardings_of(sums))
                 return jitted.lower(sums, sums)
             case "measure":
                 jitted = jax.jit(self._measure, out_shardings=self._replicated())
@@ -401,7 +401,3 @@ def params_digest(params: Params) -> UInt32[Array, ""]:
 
 def _on_device(sharding: NamedSharding) -> NamedSharding:
     return sharding.with_memory_kind("device")
-
-
-def _shardings_of(abstract: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.sharding, abstract)

@@ -31,6 +31,7 @@ from areal_jax.parallel.sharding import (
     put,
     put_batch,
     put_copy,
+    shardings_of,
 )
 from areal_jax.records import PackedBatch, SequenceImages
 from areal_jax.trainer.config import TrainerConfig
@@ -319,9 +320,8 @@ class Learner:
             # Shards that stay where they are may be shared with the copy, so that none is deleted.
             copies.append(jax.block_until_ready(put_copy(left.pop(0), like.sharding)))
         self.params, self.opt_state = jax.tree.unflatten(structure, copies)
-        placed = jax.tree.map(lambda leaf: leaf.sharding, self.base)
-        shapes = abstract(other.base, jax.tree.map(lambda leaf: leaf.sharding, other.base))
-        self.base, other.base = move(other.base, placed, moved), shapes
+        shapes = abstract(other.base, shardings_of(other.base))
+        self.base, other.base = move(other.base, shardings_of(self.base), moved), shapes
 
     def let_go(self) -> None:
         """Free parameters and optimizer state until `restore`; only their shapes remain."""
