@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import chz
@@ -23,7 +23,7 @@ from tiny_runs import TINY_SIZES
 
 from areal_jax.data.grammars import regex_grammar
 from areal_jax.data.policy_files import EMBEDDED_VISION
-from areal_jax.engine.batch import SamplingMode
+from areal_jax.engine.batch import PrefillChunk, SamplingMode, empty_slots
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.decode_state import EngineParams, Reader
@@ -33,6 +33,7 @@ from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.hf import read_config
+from areal_jax.models.paged_attention import read_pages
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Completion, Request, Weights
@@ -120,6 +121,8 @@ def draft_of(name: str, family: str) -> DraftPolicy | None:
     if not name:
         return None
     policy, params = policy_of(family), params_of(family, 0)
+    if name == "similar":
+        params = jax.tree.map(lambda a, b: 0.95 * a + 0.05 * b, params, params_of(family, 1))
     if name == "guessing":
         sizes = {**TINY_SIZES, **FAMILIES[family], **SMALLER}
         policy = Policy(ModelConfig.from_hf(sizes, source="a test"))
@@ -313,6 +316,38 @@ def test_drafts_of_the_policy_itself_are_accepted(num_drafts: int):
     assert metrics["occupancy"][0] < 1.1 * metrics["tokens"][0] / (num_drafts + 1)
 
 
+@pytest.mark.parametrize("reader", ["view", pytest.param("plain", marks=pytest.mark.slow)])
+def test_decoded_pages_are_those_of_a_prefill(reader: Reader):
+    config = chz.replace(
+        DRAFTED, num_slots=2, steps_per_dispatch=1, draft_tokens=1, draft_policy="similar"
+    )
+    engine = engine_of(config, reader=reader)
+    params = laid_out(engine, "dense", 0) | engine.load_draft()
+    tokens = np.asarray(PROMPT, np.int32)
+    table = np.arange(2 * engine.pages_per_slot, dtype=np.int32).reshape(2, -1)
+    state = engine.point(engine.init_state(), table)
+    state = engine.prefill(params, state, [PrefillChunk(tokens[:-1], 0, table[0].tolist())])
+    state = engine.insert(state, {0: len(tokens) - 1})
+    state = engine.record(state, {0: (tokens, 0)})
+    slots = empty_slots(2)
+    slots[["token", "position", "remaining", "active"]][0] = tokens[-1], len(tokens) - 1, 40, 1
+    state, unread = engine.assign_slot(state, slots), [0]
+    while len(tokens) < 36:
+        state, packed = engine.generate(params, state)
+        sampled = engine.fetch(packed).tokens[:, 0]
+        tokens = np.concatenate([tokens, sampled[sampled >= 0]])
+        assert state.drafts is not None
+        unread.append(int(np.asarray(state.drafts.unread)[0]))
+    # The draft policy is behind after some dispatches, and then catches up.
+    assert {*pairwise(unread)} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    state = engine.prefill(params, state, [PrefillChunk(tokens[:-1], 0, table[1].tolist())])
+    for i, layer in enumerate(state.pages):
+        count = len(tokens) - 1 - (unread[-1] if i >= 2 else 0)
+        decoded, filled = (read_pages(layer, jnp.asarray(ids), jnp.float32) for ids in table)
+        for mine, other in zip(decoded, filled, strict=True):
+            np.testing.assert_allclose(mine[:, :count], other[:, :count], atol=1e-4)
+
+
 @pytest.mark.parametrize("drafted_config", [DRAFTED, SAME], ids=["ngrams", "policy"])
 @pytest.mark.parametrize(
     ("kv_dtype", "on_update"),
@@ -380,7 +415,7 @@ def logprobs(
     policy: Policy, params: Params, tokens: np.ndarray, temperature: float = 1.0
 ) -> np.ndarray:
     """Log-probs of the tokens of sequences of one length, by a full forward."""
-    padded = jnp.asarray(np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 64))))
+    padded = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, -tokens.shape[1] % 64)))
     ones, places = jnp.ones_like(padded), jnp.arange(padded.shape[1])
     hidden = policy.hidden(
         params,
