@@ -24,6 +24,7 @@ from areal_jax.engine.decode import DecodeEngine
 from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models.architecture import ModelConfig, Readout
 from areal_jax.models.decoder import Policy
+from areal_jax.models.paged_attention import choose_paged_kernel, stored_head_dim
 from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import (
@@ -257,14 +258,24 @@ def _with_caches_that_fit(
         return experiment
     tensor, page = rollout.shape["tensor"], engine.page_tokens
     costs = EngineCosts(model, device_of_kind(kind)[1], tensor, Efficiency(memory=CACHE_SHARE))
-    per_shard = costs.kv_tokens_beside(2)
+    room = costs.kv_tokens_beside(2) * model.cached_per_token
+    per_token = _stored_per_token(model, rollout, page)
     if draft is not None:
-        room = per_shard * model.cached_per_token - draft.num_params
-        per_shard = room // (model.cached_per_token + draft.cached_per_token)
+        room -= draft.num_params
+        per_token += _stored_per_token(draft, rollout, page)
+    per_shard = room // per_token
     fits = per_shard // page * page * rollout.size // tensor
     if per_shard < engine.max_tokens + 2 * page or fits >= engine.num_slots * engine.max_tokens:
         return experiment
     return chz.replace(experiment, engine=chz.replace(engine, kv_tokens=fits))
+
+
+def _stored_per_token(model: ModelConfig, rollout: Mesh, page_tokens: int) -> int:
+    """Return the numbers that pages hold of a token, with the padding of heads."""
+    latent, platform = model.latent, rollout.devices.flat[0].platform
+    size = model.head_dim if latent is None else latent.width
+    kernel = choose_paged_kernel(platform, size, page_tokens, is_latent=latent is not None)
+    return model.cached_per_token * stored_head_dim(kernel, size) // size
 
 
 def _make_engines(
