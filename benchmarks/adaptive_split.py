@@ -242,9 +242,9 @@ def measure() -> dict[str, object]:
             async def adapt() -> None:
                 rollout = moves.get(a_run.trainer.version)
                 if rollout is not None:
-                    before_s, since = split.stalled_s, split.rollout_devices
+                    since, before_s = split.rollout_devices, split.counters()["split_stall_s"]
                     await split.move(rollout, "")
-                    stalls_s[f"{since} to {rollout}"] = split.stalled_s - before_s
+                    stalls_s[f"{since} to {rollout}"] = split.counters()["split_stall_s"] - before_s
 
             for rollout in {*moves.values()} - {split.rollout_devices}:
                 await split.compile(rollout)
