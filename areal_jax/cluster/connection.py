@@ -198,8 +198,15 @@ class Connection:
             self._post((0, method, arguments))
 
     async def address(self) -> str:
-        """Return an address at which a server of the worker can listen, HOST:PORT."""
-        return await self._actor.address.remote()
+        """Return an address at which a server of the worker can listen, HOST:PORT.
+
+        Raises:
+            WorkerDied: The worker died.
+        """
+        try:
+            return await self._actor.address.remote()
+        except RayActorError as error:
+            raise WorkerDied(f"{self.name} died: {_reason(error)}") from error
 
     def mark_dead(self, why: str, *, report: bool = True) -> None:
         """Count the worker as dead and kill it.

@@ -107,7 +107,8 @@ class AdaptiveHosts:
             await self.move(move.rollout, save, describe_reason(move))
 
     async def move(self, rollout: int, save: Callable[[], Awaitable[None]], reason: str) -> None:
-        """Move to a split, between two steps. One that is impossible is not chosen again.
+        """Move to a split, between two steps, while all engines run. One that is impossible is not
+        chosen again; where its trainer hosts do not start, those before are started again.
 
         Args:
             rollout: Number of devices in engines.
@@ -139,7 +140,7 @@ class AdaptiveHosts:
                 except (ConfigError, NotStarted) as refusal:
                     self._refuse(rollout, refusal)
                     await self._start(before, version)
-            # Engines that have the version are not told of it again.
+            # Pulled by the engines that lack it.
             self._broadcast.publish(version, trainers.params)
         moved_to = self.rollout_devices
         self._was_complete = False

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -147,29 +147,10 @@ class WorkerPool:
             self._is_held = False
 
     def choose_leaving(self, num_hosts: int) -> list[int]:
-        """Choose the engines that leave for further trainer hosts, the least loaded of a node.
-
-        Raises:
-            ConfigError: No node has as many engines as a trainer host has devices.
-        """
+        """As `choose_leaving`, of the engines that run, the least loaded first."""
         config = self._cluster.config
-        per_host = config.trainer_devices // config.engine_devices
-        of_nodes = defaultdict[str, list[int]](list)
-        for number in self.engines.staying:
-            of_nodes[self._nodes[number]].append(number)
-        leaving = list[int]()
-        for _ in range(num_hosts):
-            # From the node with the fewest: the others may still have enough for another host.
-            fitting = [numbers for numbers in of_nodes.values() if len(numbers) >= per_host]
-            if not fitting:
-                raise ConfigError(
-                    f"expected a node with {per_host} engines, whose devices a trainer host can "
-                    f"have, found {sorted(map(len, of_nodes.values()))} engines on the nodes"
-                )
-            numbers = min(fitting, key=len)
-            leaving += numbers[:per_host]
-            del numbers[:per_host]
-        return leaving
+        of_nodes = [(number, self._nodes[number]) for number in self.engines.staying]
+        return choose_leaving(of_nodes, num_hosts, config.trainer_devices // config.engine_devices)
 
     async def _follow_wanted(self) -> None:
         """Start engines, or let them leave, until there are as many as wanted."""
@@ -268,6 +249,35 @@ class WorkerPool:
             *(len(self.engines.connections), len(self.graders.connections)),
         )
         return False
+
+
+def choose_leaving(engines: Iterable[tuple[int, str]], num_hosts: int, per_host: int) -> list[int]:
+    """Choose the engines whose devices become those of further trainer hosts, each on one node.
+
+    Args:
+        engines: Number and node of each engine; the first ones of a node are chosen.
+        num_hosts: Number of further trainer hosts.
+        per_host: Number of engines with as many devices as a trainer host.
+
+    Raises:
+        ConfigError: No node has enough engines.
+    """
+    of_nodes = defaultdict[str, list[int]](list)
+    for number, node in engines:
+        of_nodes[node].append(number)
+    leaving = list[int]()
+    for _ in range(num_hosts):
+        # From the node with the fewest: the others may have enough for another host.
+        fitting = [numbers for numbers in of_nodes.values() if len(numbers) >= per_host]
+        if not fitting:
+            raise ConfigError(
+                f"expected a node with {per_host} engines, whose devices a trainer host takes, "
+                f"found nodes with {', '.join(str(len(each)) for each in of_nodes.values())}"
+            )
+        numbers = min(fitting, key=len)
+        leaving += numbers[:per_host]
+        del numbers[:per_host]
+    return leaving
 
 
 async def all_or_none(*work: Coroutine[Any, Any, Any]) -> list[Any]:
