@@ -2,6 +2,7 @@
 
     python benchmarks/adaptive_split.py             # simulated
     python benchmarks/adaptive_split.py --measured  # on eight simulated CPU devices
+    python benchmarks/adaptive_split.py --ray       # in processes of Ray
 
 Simulated: Qwen2.5-1.5B on eight H100s, engines of one device, 64 groups of 16 answers a step,
 max_staleness 2. From step 20 on, new answers have other lengths. Compared are all static splits,
@@ -15,6 +16,10 @@ before steps 4, 8 and 12 while answers are being generated. Eight devices share 
 machine, so that the speed shows nothing of a split; the row has the seconds of each move, the
 requests that moved, and the broken invariants of the run (`run_laws.py`).
 
+Ray: as measured, with trainer hosts and engines of one CPU device. Two trainer hosts and one engine
+become one and two before steps 4 and 14, and the reverse before step 9. The cache of compiled
+programs is empty at the start, so that only the last move finds its programs there.
+
 Expected: from step 30 on at least 95 % of the best static split, three times; no broken invariant.
 Appends to results/adaptive_split.jsonl.
 """
@@ -27,12 +32,14 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from areal_jax.cluster.config import Ray
 from areal_jax.models.known import known_shape
 from areal_jax.records import Sampling
 from areal_jax.rollout.config import RolloutConfig
@@ -258,11 +265,79 @@ def measure() -> dict[str, object]:
     return {"stalls_s": stalls_s, "counters": counters, "broken": broken}
 
 
+def measure_ray(folder: Path) -> dict[str, object]:
+    """Train in processes of Ray, with moves while answers are being generated."""
+    # Read when jax and Ray are loaded.
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+    os.environ |= Ray().environment_variables(os.environ)
+    from run_laws import broken_laws
+
+    from areal_jax import loop
+    from areal_jax.cluster.engines import Engines
+    from areal_jax.cluster.trainers import Trainers
+    from areal_jax.config.experiment import Experiment
+    from areal_jax.config.load import load_experiment
+    from areal_jax.run.adaptive_hosts import AdaptiveHosts
+    from areal_jax.run.build import Run
+    from areal_jax.run.cluster import train_on_cluster
+    from areal_jax.run.make_plan import make_plan
+
+    moves, found = {4: 2, 9: 1, 14: 2}, dict[str, object]()
+    experiment = load_experiment(
+        "aime",
+        "num_steps=18",
+        "tasks.num_tasks=2000",
+        "evaluation.every_steps=0",
+        "checkpoint.export_hf=false",
+        "policy.random_init=true",
+        "launch=ray",
+        "launch.trainer_hosts=2",
+        "launch.rollout_engines=1",
+        "launch.report_every_s=0.1",
+        "placement.adaptive=true",
+        "rollout.groups_per_batch=4",
+        "rollout.samples_per_group=4",
+        "rollout.max_staleness=2",
+        "engine.num_slots=16",
+        "engine.max_new_tokens=128",
+        "trainer.num_mini_batches=1",
+        "health.stop=false",
+    )
+    assert isinstance(experiment, Experiment)
+
+    async def train(a_run: Run[Trainers]) -> None:
+        hosts, stalls_s = a_run.hosts, dict[str, float]()
+        assert isinstance(hosts, AdaptiveHosts) and isinstance(a_run.engine, Engines)
+        counters = hosts.counters
+
+        async def adapt(save: Callable[[], Awaitable[None]]) -> None:
+            rollout = moves.get(a_run.trainer.version)
+            if rollout is not None:
+                while not hosts.is_ready:
+                    await asyncio.sleep(0.1)
+                before_s = counters()["split_stall_s"]
+                await hosts.move(rollout, save, "")
+                key = f"{3 - rollout} to {rollout}, before step {a_run.trainer.version}"
+                stalls_s[key] = counters()["split_stall_s"] - before_s
+
+        hosts.adapt = adapt
+        found["first_start_s"] = hosts.start_s
+        await loop.train(a_run, experiment)
+        moved = {"requests_moved": float(a_run.engine.num_moved)}
+        found.update(stalls_s=stalls_s, counters=counters() | moved)
+
+    plan, run_folder = make_plan(experiment), folder / "run"
+    asyncio.run(train_on_cluster(plan, run_folder, train, resume=False, source="aime"))
+    broken = broken_laws(run_folder, num_steps=18, groups=4, samples=4, max_staleness=2)
+    return {**found, "broken": broken}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--measured", action="store_true")
+    parser.add_argument("--ray", action="store_true")
     options = parser.parse_args()
-    if options.measured and "NPROC" not in os.environ:
+    if (options.measured or options.ray) and "NPROC" not in os.environ:
         # Read when jax is loaded: simulated devices need as many threads as two meshes have.
         flags = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
         os.environ |= {"NPROC": "16", "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
@@ -271,6 +346,11 @@ def main() -> None:
 
     if options.measured:
         append("adaptive_split", {"kind": "measured", **measure()})
+        return
+    if options.ray:
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure_ray(Path(folder))
+        append("adaptive_split", {"kind": "measured", "launch": "ray", **row})
         return
     shifts = {name: compare(shift) for name, shift in SHIFTS.items()}
     append("adaptive_split", {"kind": "simulated", "shifts": shifts})

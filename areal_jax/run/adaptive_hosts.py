@@ -74,7 +74,7 @@ class AdaptiveHosts:
         """
         self._plan, self._cluster, self._trainers, self._pool = plan, cluster, trainers, pool
         self._broadcast, self._checkpointing = broadcast, checkpointing
-        self._recording, self._start_hosts, self._start_s = recording, start_hosts, start_s
+        self._recording, self._start_hosts, self.start_s = recording, start_hosts, start_s
         self._meter = SplitMeter(
             cluster.config.num_devices, possible_splits(plan), self.rollout_devices
         )
@@ -86,12 +86,21 @@ class AdaptiveHosts:
         config = self._cluster.config
         return config.rollout_engines * config.engine_devices
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether all engines of the split run, which a move requires."""
+        return self._pool.is_complete
+
     def observe(self, row: Mapping[str, float]) -> dict[str, float]:
         """Measure a step by its row of metrics, if all engines ran; return counts of moves."""
-        was_complete, self._was_complete = self._was_complete, self._pool.is_complete
+        was_complete, self._was_complete = self._was_complete, self.is_ready
         # Steps without a report of an engine are shorter than a move could matter for.
         is_measured = was_complete and self._was_complete and "rollout/wait_s" in row
         self._meter.observe(row, self._cluster.config.rollout_engines if is_measured else None)
+        return self.counters()
+
+    def counters(self) -> dict[str, float]:
+        """Return counts of moves since the run started here, or was resumed after a death."""
         return self._meter.counters()
 
     async def adapt(self, save: Callable[[], Awaitable[None]]) -> None:
@@ -101,13 +110,13 @@ class AdaptiveHosts:
             save: Saves a checkpoint of the present version.
         """
         num_left = self._plan.experiment.num_steps - self._trainers.version
-        if self._pool.is_complete and (
+        if self.is_ready and (
             move := self._meter.chooser.choose(num_left, lambda _: self._cost_s())
         ):
             await self.move(move.rollout, save, describe_reason(move))
 
     async def move(self, rollout: int, save: Callable[[], Awaitable[None]], reason: str) -> None:
-        """Move to a split, between two steps, while all engines run. One that is impossible is not
+        """Move to a split, between two steps, while `is_ready`. One that is impossible is not
         chosen again; where its trainer hosts do not start, those before are started again.
 
         Args:
@@ -183,4 +192,4 @@ class AdaptiveHosts:
         )
 
     def _cost_s(self) -> float:
-        return self._meter.stall_s or FIRST_STALL * self._start_s
+        return self._meter.stall_s or FIRST_STALL * self.start_s

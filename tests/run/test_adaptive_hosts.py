@@ -165,10 +165,7 @@ def test_moves_change_no_sample_and_no_parameter(
         # Engines that join get the version, too.
         engines = hosts._pool.engines._engines
         await until(
-            lambda: (
-                hosts._pool.is_complete
-                and all(engine.version == version for engine in engines.values())
-            )
+            lambda: hosts.is_ready and all(engine.version == version for engine in engines.values())
         )
 
     train(experiment, moved, adapt)
@@ -230,7 +227,7 @@ def test_moves_and_a_death_in_one_keep_all_laws(
             assert (len(run.trainer.connections), hosts.rollout_devices) == (1, 2)
             await until(
                 lambda: (
-                    hosts._pool.is_complete
+                    hosts.is_ready
                     and {job.number for job in engines._jobs.values()} >= set(engines.staying)
                 )
             )
@@ -287,7 +284,7 @@ def test_hosts_without_resources_give_way_to_those_before(
             await hosts.move(1, save, "")
             assert len(run.trainer.connections) == 1 and len(pool.engines.connections) == 1
             remove_placement_group(others[0])
-            await until(lambda: pool.is_complete)
+            await until(lambda: hosts.is_ready)
             assert hosts.rollout_devices == 2 and 1 not in hosts._meter.chooser.splits
 
     train(experiment, tmp_path / "run", adapt)
