@@ -3,6 +3,7 @@
     python benchmarks/adaptive_split.py             # simulated
     python benchmarks/adaptive_split.py --measured  # on eight simulated CPU devices
     python benchmarks/adaptive_split.py --ray       # in processes of Ray
+    python benchmarks/adaptive_split.py --chosen    # on three simulated CPU devices
 
 Simulated: Qwen2.5-1.5B on eight H100s, engines of one device, 64 groups of 16 answers a step,
 max_staleness 2. From step 20 on, new answers have other lengths. Compared are all static splits,
@@ -20,7 +21,12 @@ Ray: as measured, with trainer hosts and engines of one CPU device. Two trainer 
 become one and two before steps 4 and 14, and the reverse before step 9. The cache of compiled
 programs is empty at the start, so that only the last move finds its programs there.
 
-Expected: from step 30 on at least 95 % of the best static split, three times; no broken invariant.
+Chosen: a run with a tiny policy, two train devices and an engine of two slots, so that the trainer
+waits for answers, with and without moves, which the run itself chooses. Each engine keeps one of
+two cores busy, so that a second engine is faster here, too.
+
+Expected: simulated, from step 30 on at least 95 % of the best static split, three times; chosen,
+one move to two engines, after which steps are faster; no broken invariant.
 Appends to results/adaptive_split.jsonl.
 """
 
@@ -28,8 +34,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
+import shutil
+import statistics
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -64,6 +73,18 @@ SHIFTS = {
     "1000 to 4000 tokens": (LogNormal(1000, 0.7), LogNormal(4000, 0.7)),
 }
 """Median lengths before and after the shift."""
+
+STEP_S = "trainer/seconds_step"
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+"""Sizes of a policy whose decode steps are fast to compute."""
 
 CONFIG = RolloutConfig(
     groups_per_batch=64,
@@ -289,11 +310,11 @@ def measure_ray(folder: Path) -> dict[str, object]:
         "tasks.num_tasks=2000",
         "evaluation.every_steps=0",
         "checkpoint.export_hf=false",
-        "policy.random_init=true",
         "launch=ray",
         "launch.trainer_hosts=2",
         "launch.rollout_engines=1",
         "launch.report_every_s=0.1",
+        "launch.silence_timeout_s=600",
         "placement.adaptive=true",
         "rollout.groups_per_batch=4",
         "rollout.samples_per_group=4",
@@ -332,14 +353,86 @@ def measure_ray(folder: Path) -> dict[str, object]:
     return {**found, "broken": broken}
 
 
+def measure_chosen(folder: Path) -> dict[str, object]:
+    """Train a run that chooses its moves, and one without moves."""
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+    from run_laws import broken_laws
+
+    from areal_jax import loop
+    from areal_jax.config.experiment import Experiment
+    from areal_jax.config.load import load_experiment
+    from areal_jax.data.policy_files import EMBEDDED
+    from areal_jax.metrics import jsonl
+    from areal_jax.run.build import build_run
+    from areal_jax.run.make_plan import make_plan
+    from areal_jax.run.trainer import rl_trainer
+
+    shutil.copytree(EMBEDDED, folder / "tiny", ignore=shutil.ignore_patterns("model.safetensors"))
+    config = json.loads((EMBEDDED / "config.json").read_text()) | SMALL
+    (folder / "tiny" / "config.json").write_text(json.dumps(config))
+    (folder / "reward.py").write_text("def parity(task, answer):\n    return len(answer) % 2\n")
+    num_steps, row = 200, dict[str, object]()
+
+    async def train(experiment: Experiment, run_folder: Path) -> None:
+        plan = make_plan(experiment)
+        async with build_run(plan, run_folder, resume=False, make_trainer=rl_trainer) as a_run:
+            await loop.train(a_run, experiment)
+
+    for name in ("static", "adaptive"):
+        experiment = load_experiment(
+            "aime",
+            f"num_steps={num_steps}",
+            f"policy.path={folder / 'tiny'}",
+            "policy.random_init=true",
+            "tasks.num_tasks=4000",
+            f"rewards.function={folder / 'reward.py'}:parity",
+            "evaluation.every_steps=0",
+            "checkpoint.export_hf=false",
+            "placement.train_devices=2",
+            "placement.rollout_devices=1",
+            f"placement.adaptive={name == 'adaptive'}",
+            "rollout.groups_per_batch=4",
+            "rollout.samples_per_group=4",
+            "rollout.max_staleness=2",
+            "engine.num_slots=2",
+            "engine.steps_per_dispatch=2",
+            "engine.max_new_tokens=256",
+            "trainer.num_mini_batches=1",
+        )
+        assert isinstance(experiment, Experiment)
+        asyncio.run(train(experiment, folder / name))
+        rows = [each for each in jsonl.read(folder / name / "metrics.jsonl") if STEP_S in each]
+        ends_s = [each["time_s"] for each in rows]
+        moves = [each.get("rollout/split_moves", 0.0) for each in rows]
+        row[name] = {
+            "engines": [each.get("rollout/engines", 1.0) for each in rows],
+            "median_step_s": {
+                f"after {count:g} moves": statistics.median(
+                    end_s - before_s
+                    for before_s, end_s, since in zip(ends_s, ends_s[1:], moves, strict=False)
+                    if since == count
+                )
+                for count in sorted(set(moves))
+            },
+            "stall_s": rows[-1].get("rollout/split_stall_s", 0.0),
+            "broken": broken_laws(
+                folder / name, num_steps=num_steps, groups=4, samples=4, max_staleness=2
+            ),
+        }
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--measured", action="store_true")
     parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--chosen", action="store_true")
     options = parser.parse_args()
-    if (options.measured or options.ray) and "NPROC" not in os.environ:
+    is_measured = options.measured or options.ray or options.chosen
+    if is_measured and "NPROC" not in os.environ:
         # Read when jax is loaded: simulated devices need as many threads as two meshes have.
-        flags = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
+        num_devices = 3 if options.chosen else NUM_DEVICES
+        flags = f"--xla_force_host_platform_device_count={num_devices}"
         os.environ |= {"NPROC": "16", "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         os.execv(sys.executable, [sys.executable, *sys.argv])
     from results import append
@@ -351,6 +444,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             row = measure_ray(Path(folder))
         append("adaptive_split", {"kind": "measured", "launch": "ray", **row})
+        return
+    if options.chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure_chosen(Path(folder))
+        append("adaptive_split", {"kind": "measured", "moves": "chosen", **row})
         return
     shifts = {name: compare(shift) for name, shift in SHIFTS.items()}
     append("adaptive_split", {"kind": "simulated", "shifts": shifts})
