@@ -3,12 +3,12 @@
     python benchmarks/memory_forecast.py --only=topology=v
     XLA_FLAGS=--xla_gpu_autotune_level=0 python benchmarks/memory_forecast.py --only=00:
 
-Needs libtpu or jax's CUDA plugin (extras `tpu`, `gpu`) and no device: the program `accumulate` of
-each configuration is compiled, a whole model with all its layers, for devices that are not there.
-The need of a configuration is the program's peak by XLA, which includes parameters and gradients,
-and the optimizer state that is held beside it; with the optimizer state in the host's memory it is
-the larger one of that and of the peak of `apply`. Figures are compiled, not measured. Appends a row
-for each configuration to results/memory_forecast.jsonl.
+Needs libtpu or jax's CUDA plugin (extras `tpu`, `gpu`) and no device: the programs `accumulate`
+and `apply` of each configuration are compiled, a whole model with all its layers, for devices that
+are not there. The need of a configuration is the larger one of two: the peak of `accumulate` by
+XLA, which includes parameters and gradients, with the optimizer state that is held beside it, and
+the peak of `apply`. Figures are compiled, not measured. Appends a row for each configuration to
+results/memory_forecast.jsonl.
 
 Expected: the forecast is 0 to 10 % above the need at all 50 points for TPUs, which take some
 minutes of one CPU core each, and at the 31 for GPUs, which take half a minute. For TPUs, 49 are
@@ -198,12 +198,8 @@ def measure(point: Point) -> dict[str, object]:
     learner = policy_learner(config, model, num_updates=10)
     start_s = time.perf_counter()
     held = bytes_of(learner.opt_state)
-    peaks = {"accumulate": peak_of(learner, "accumulate")}
-    need = peaks["accumulate"] + held
-    if point.offload:
-        # The update brings the optimizer state to the device.
-        peaks["apply"] = peak_of(learner, "apply")
-        need = max(need, peaks["apply"])
+    peaks = {name: peak_of(learner, name) for name in ("accumulate", "apply")}
+    need = max(peaks["accumulate"] + held, peaks["apply"])
     return {
         **asdict(point),
         "mesh": dict(mesh.shape),

@@ -5,16 +5,19 @@
         --peer=TRL_ENV/bin/python:benchmarks/peers/trl_rl_step.py \\
         --peer=TUNIX_ENV/bin/python:benchmarks/peers/tunix_rl_step.py
     python benchmarks/rl_step_cpu.py --shape=24m --steps=2 --warmup-steps=1
+    python benchmarks/rl_step_cpu.py --compute-dtype=bfloat16
 
-Workload (`peers/workload.py`): untied Qwen2 with 4 layers of width 128, float32; 8 prompts x 4
-samples, 16 prompt tokens and exactly 64 new tokens, one update per batch, no remat. Rollout tokens
-are the 2048 sampled ones, train tokens all 2560. With --shape=24m: 24 layers of width 256, and 256
-+ 256 tokens. Steps are synchronous, so that each stage is timed alone: sample the batch, train on
-it, transfer the weights. Micro-batches have 320 tokens or one row; two engines share the device.
+Workload (`peers/workload.py`): untied Qwen2 with 4 layers of width 128; 8 prompts x 4 samples, 16
+prompt tokens and exactly 64 new tokens, one update per batch, no remat. Rollout tokens are the 2048
+sampled ones, train tokens all 2560. With --shape=24m: 24 layers of width 256, and 256 + 256 tokens.
+Steps are synchronous, so that each stage is timed alone: sample the batch, train on it, transfer
+the weights. Micro-batches have 320 tokens or one row; two engines share the device. Parameters are
+float32; --compute-dtype is the type of products, TRL's autocast and Tunix' `dtype`.
 
-The limit is the rate at which XLA multiplies float32 matrices on all cores (2048 x 2048), measured
-in the same process. `share_of_limit` counts only products that no implementation can leave out:
-those with weights and of attention, which training needs three times, without padding.
+The limit is the rate at which XLA multiplies matrices of this type on all cores (2048 x 2048, sums
+in float32), measured in the same process. `share_of_limit` counts only products that no
+implementation can leave out: those with weights and of attention, which training needs three times,
+without padding.
 
 Each round runs all programs in turns, in separate processes. Results are medians over rounds;
 ratios are computed per round. Appends one line to benchmarks/results/rl_step_cpu.jsonl. Needs idle
@@ -31,6 +34,7 @@ import resource
 import subprocess
 import sys
 import time
+from functools import partial
 from statistics import median
 
 import jax
@@ -97,7 +101,7 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
     """
     policy = Policy(MODEL)
     meshes = make_meshes(PlacementConfig(), jax.devices()[:1])
-    dtype = jnp.dtype(jnp.float32)
+    dtype = jnp.dtype(workload.COMPUTE_DTYPE)
     model = TrainableModel(
         policy=policy,
         params=policy.init(jax.random.key(0)),
@@ -190,8 +194,9 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
 def _limits(seconds: dict[str, float]) -> dict[str, float]:
     """Return the rate of matrix products, and the share of it that each stage reaches."""
     size = 2048
-    square = jnp.ones((size, size))
-    multiply = jax.jit(jnp.matmul).lower(square, square).compile()
+    square = jnp.ones((size, size), workload.COMPUTE_DTYPE)
+    multiply = jax.jit(partial(jnp.matmul, preferred_element_type=jnp.float32))
+    jax.block_until_ready(multiply(square, square))
     times = []
     for _ in range(20):
         start = time.perf_counter()
@@ -266,6 +271,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shape", choices=tuple(workload.SHAPES), default="1m")
+    parser.add_argument(
+        "--compute-dtype", choices=workload.COMPUTE_DTYPES, default=workload.COMPUTE_DTYPES[0]
+    )
     parser.add_argument("--peer", action="append", default=[], metavar="PYTHON:SCRIPT")
     parser.add_argument(
         "--once",
@@ -276,7 +284,8 @@ def main() -> None:
     if args.once:
         print(json.dumps(asyncio.run(measure(args.warmup_steps, args.steps))))
         return
-    os.environ["RL_STEP_SHAPE"] = args.shape  # of the processes below
+    # Of the processes below.
+    os.environ["RL_STEP_SHAPE"], os.environ["RL_STEP_DTYPE"] = args.shape, args.compute_dtype
     steps = [f"--warmup-steps={args.warmup_steps}", f"--steps={args.steps}"]
     commands = [
         [sys.executable, __file__, "--once", *steps],
@@ -293,6 +302,7 @@ def main() -> None:
     contestants = [str(result["peer"]) for result in rounds[0]]
     row = {
         "shape": args.shape,
+        "compute_dtype": args.compute_dtype,
         "rounds": args.rounds,
         "versions": {str(result["peer"]): result.get("version") for result in rounds[0][1:]},
         "median": {

@@ -74,7 +74,7 @@ def compile_for(
     console = Console(highlight=False)
     status = show_report(report, console)
     if isinstance(compiler, ExecutableFolder):
-        console.print(f"{compiler.num_saved} executables saved in {executables}")
+        console.print(compiler.summary())
     return status
 
 

@@ -73,6 +73,8 @@ class ExecutableFolder:
         self._path = path
         self.num_loaded = self.num_saved = 0
         self._lock = threading.Lock()
+        # Of the programs of this process, and of the last one without the program.
+        self._keys, self._made_of = set[str](), dict[str, object]()
 
     def __call__(self, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
         """Load a program that was saved for the same devices by the same compiler, or compile and
@@ -80,11 +82,38 @@ class ExecutableFolder:
         """
         made_of = describe(lowered, mesh)
         key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+        with self._lock:
+            self._keys.add(key)
+            self._made_of = {**made_of}
+            del self._made_of["program"]
         compiled = self._load(key, lowered, mesh)
         if compiled is None:
             compiled = compile_lowered(lowered, mesh)
             self._save(key, compiled, made_of)
         return compiled
+
+    def summary(self) -> str:
+        """Return what a person reads when all programs are there; if none was loaded, what differs
+        from those that were saved before.
+        """
+        text = f"executables in {self._path}: {self.num_loaded} loaded, {self.num_saved} saved"
+        if self.num_loaded == 0 and (found := self._differences()):
+            text += f"; those saved before have other {', '.join(found)}"
+        return text
+
+    def _differences(self) -> list[str]:
+        """Return in what the most similar program of those saved before differs from this run's."""
+        found = list[list[str]]()
+        for path in self._path.glob("*.json"):
+            if path.stem in self._keys:
+                continue
+            try:
+                record = read_json(path)
+            except ValueError as error:
+                logger.warning("record of an executable not read: %s", error)
+                continue
+            found.append([name for name, own in self._made_of.items() if record.get(name) != own])
+        return (min(found, key=len) or ["programs"]) if found else []
 
     def _load(
         self, key: str, lowered: jax.stages.Lowered, mesh: Mesh

@@ -24,6 +24,7 @@ from areal_jax.data.pipeline import TaskStream
 from areal_jax.errors import AllRejected, NotLearning
 from areal_jax.metrics.meters import Meters
 from areal_jax.models.decoder import Params
+from areal_jax.parallel.executables import ExecutableFolder
 from areal_jax.protocols import (
     Grader,
     MeasuredEngine,
@@ -336,6 +337,8 @@ async def build_run(
                     if plan.decodes
                 ),
             )
+        if isinstance(plan.compiler, ExecutableFolder):
+            progress.say(plan.compiler.summary())
         opponents = {}
         if plan.decodes:
             engine.start()

@@ -48,6 +48,8 @@ sums of their results in float32."""
 GPU_ROWS_OF_WIDTH, GPU_ROWS_OF_EXPERT, MATRICES_OF_BLOCK = 4, 4, 12
 """As many where XLA compiles for GPUs, and, without a kernel, matrices in the compute dtype of each
 block of rows: those of its expert and their gradients, for three products."""
+SMALL_BYTES = 2**20
+"""Bytes of counts, metrics and partial sums of a program."""
 
 
 def predicted_bytes(
@@ -61,6 +63,7 @@ def predicted_bytes(
 ) -> Mapping[str, int]:
     """Estimate the bytes on each device of the train mesh, by purpose.
 
+    It has more than 60 lines because every purpose has its own rule by kind of device and mesh.
     Parameters, gradients and optimizer are exact. The sum was 0 to 10 % above what XLA compiles
     for TPUs and GPUs (`benchmarks/results/memory_forecast.jsonl`).
     `critic` counts its parameters and optimizer state, and the bytes by which its updates exceed
@@ -99,11 +102,14 @@ def predicted_bytes(
         logits, layer = _gpu_logits(
             policy, outputs, chunk, tokens, compute_dtype, logits, layer, is_explicit=is_explicit
         )
+    activations = saved + layer
     if mesh.shape["data"] > 1 and (policy.lora or not is_gpu(mesh.devices.flat[0])):
         # Gradients of adapters are summed over devices after the last layer, beside those
         # accumulated before. Others are summed in an update, and on TPUs need less than this.
         gathered += params
-    activations = saved + layer
+    elif mesh.shape["data"] > 1:
+        # In an update, beside those accumulated, where activations and logits have been freed.
+        gathered = max(gathered, params - activations - logits)
     moments = bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state)
     if offload:
         # The old and the new ones are on the device during an update, in the memory that
@@ -114,7 +120,7 @@ def predicted_bytes(
         "gradients": params,
         "optimizer": moments,
         "gathered weights": gathered,
-        "activations": activations,
+        "activations": activations + SMALL_BYTES,
         "logits": logits,
     }
 

@@ -297,8 +297,9 @@ class UpdatePrograms:
         )
         one = jnp.ones(())
         metrics |= {"grad_norm": Mean(norm, one), "learning_rate": Mean(rate, one)}
-        report = Applied(Measured(metrics, off_policy), params_digest(params))
-        return params, opt_state, report
+        # Fused with the sum, XLA for GPUs would not update in place, and copy most of the state.
+        digest = params_digest(jax.lax.optimization_barrier(params))
+        return params, opt_state, Applied(Measured(metrics, off_policy), digest)
 
     def _loss(
         self,

@@ -93,7 +93,7 @@ def main() -> None:
             args=GRPOConfig(
                 output_dir=output_dir,
                 use_cpu=True,
-                bf16=False,
+                bf16=workload.COMPUTE_DTYPE == "bfloat16",
                 gradient_checkpointing=False,
                 per_device_train_batch_size=workload.NUM_SEQUENCES,
                 num_generations=workload.SAMPLES_PER_PROMPT,

@@ -66,6 +66,7 @@ def make_policy() -> Qwen2:
         rope_theta=workload.ROPE_THETA,
         norm_eps=workload.RMS_NORM_EPS,
         use_tied_embedding=False,
+        dtype=jax.numpy.dtype(workload.COMPUTE_DTYPE),
     )
     return Qwen2(config, rngs=nnx.Rngs(params=0))
 

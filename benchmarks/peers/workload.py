@@ -1,8 +1,9 @@
 """Workload of all contestants: a GRPO update of a small Qwen2 on 8 prompts x 4 samples.
 
-The environment variable RL_STEP_SHAPE chooses one of SHAPES. Token ids are spelled as words. The
-peer scripts import this module, each in its own environment; only `make_tokenizer` needs
-transformers and tokenizers.
+The environment variable RL_STEP_SHAPE chooses one of SHAPES, and RL_STEP_DTYPE the type in which
+the policy computes; its parameters are float32. Token ids are spelled as words. The peer scripts
+import this module, each in its own environment; only `make_tokenizer` needs transformers and
+tokenizers.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ SHAPES = {
     "24m": Shape(layers=24, hidden=256, mlp=1024, prompt_tokens=256, new_tokens=256),
 }
 SHAPE = SHAPES[os.environ.get("RL_STEP_SHAPE", "1m")]
+COMPUTE_DTYPES = ("float32", "bfloat16")
+COMPUTE_DTYPE = os.environ.get("RL_STEP_DTYPE", "float32")
 
-# The policy: Qwen2, float32, untied, random weights.
+# The policy: Qwen2, untied, random weights.
 NUM_LAYERS = SHAPE.layers
 HIDDEN_SIZE = SHAPE.hidden
 NUM_HEADS = 4

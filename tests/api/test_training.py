@@ -95,6 +95,7 @@ def test_resume_continues_from_the_folder_alone(experiment: Experiment, tmp_path
         areal_jax.train(None, tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_train_runs_under_a_running_event_loop(experiment: Experiment, tmp_path: Path) -> None:
     async def cell() -> tuple[areal_jax.Result, areal_jax.Result]:
         one = experiment.replace(num_steps=1)

@@ -22,7 +22,7 @@ from areal_jax.errors import (
     WorkerDied,
 )
 
-pytestmark = pytest.mark.usefixtures("ray_here")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
 T = TypeVar("T")
 
@@ -56,7 +56,6 @@ def run_scenario(scenario: Callable[[Connection], Awaitable[T]], **timeouts: flo
     return asyncio.run(run())
 
 
-@pytest.mark.slow
 def test_worker_has_its_devices_and_replies() -> None:
     async def run() -> None:
         connection, facts = await opened()
@@ -102,7 +101,6 @@ def test_slow_call_does_not_block_others() -> None:
     assert run_scenario(scenario)
 
 
-@pytest.mark.slow
 def test_cancellation_reaches_the_worker() -> None:
     async def scenario(connection: Connection) -> list[str]:
         wanted, unwanted = (
@@ -129,7 +127,6 @@ def test_cancellation_reaches_the_worker() -> None:
         ("KeyError", KeyError, "echo 7: "),
     ],
 )
-@pytest.mark.slow
 def test_errors_keep_their_class(kind: str, expected: type[Exception], text: str) -> None:
     async def scenario(connection: Connection) -> None:
         with pytest.raises(expected, match=text):
@@ -139,7 +136,6 @@ def test_errors_keep_their_class(kind: str, expected: type[Exception], text: str
     run_scenario(scenario)
 
 
-@pytest.mark.slow
 def test_closed_worker_finishes_its_work(tmp_path: Path) -> None:
     async def scenario(connection: Connection) -> None:
         await connection.call("end_into", str(tmp_path / "ended"))
@@ -148,7 +144,6 @@ def test_closed_worker_finishes_its_work(tmp_path: Path) -> None:
     assert (tmp_path / "ended").read_text(encoding="utf-8") == "ended"
 
 
-@pytest.mark.slow
 def test_worker_death_fails_calls_and_is_reported_once() -> None:
     async def scenario(connection: Connection) -> list[WorkerDied]:
         deaths: list[WorkerDied] = []
@@ -186,7 +181,6 @@ def test_worker_marked_dead_is_reported_once_and_ignored() -> None:
     assert received == []
 
 
-@pytest.mark.slow
 def test_silent_worker_counts_as_dead() -> None:
     async def scenario(connection: Connection) -> float:
         began_s = time.monotonic()
@@ -213,7 +207,6 @@ def test_silent_worker_counts_as_dead() -> None:
         ("slow", 2.0, WorkerDied, r"echo 7 was not ready within launch.start_timeout_s=2"),
     ],
 )
-@pytest.mark.slow
 def test_worker_that_cannot_start_reports_the_cause(
     fault: str, start_timeout_s: float, expected: type[Exception], text: str
 ) -> None:

@@ -8,7 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.decoder import Policy
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_train_mesh
+from areal_jax.parallel.topologies import compile_only_devices
+from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.objective import policy_learner
+from areal_jax.trainer.step import TrainableModel
 
 # Qwen2.5-1.5B but for the number of layers.
 SHAPE = {
@@ -68,6 +78,25 @@ def test_gathers_and_scatters_of_training_overlap_with_compute(
     assert {kind for program, kind, _ in num_bytes if program == "apply"} == {"all-reduce"}
     mfu = re.search(r"training: at most (\d+)% MFU \(compiled", out)
     assert mfu and 30 < int(mfu[1]) < 100
+
+
+def test_an_update_changes_parameters_and_moments_in_place() -> None:
+    mesh = make_train_mesh(PlacementConfig(train_fsdp=2), compile_only_devices("h200:2"))
+    policy = Policy(ModelConfig.from_hf(SHAPE, source="test"))
+    model = TrainableModel(
+        policy=policy,
+        params=policy.abstract(),
+        mesh=mesh,
+        compute_dtype=jnp.dtype(jnp.bfloat16),
+        row_tokens=8192,
+    )
+    learner = policy_learner(TrainerConfig(), model, num_updates=10)
+    memory = learner.programs.compiled("apply").memory_analysis()
+    assert memory is not None
+    # Parameters, two moments and gradients in float32, a half on each device.
+    state = 4 * 4 * policy.config.num_params // 2
+    assert memory.argument_size_in_bytes == pytest.approx(state, rel=0.01)
+    assert memory.temp_size_in_bytes < 0.01 * state
 
 
 def test_prefill_of_latent_attention_fits_shared_memory(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny_decode import CONFIG, POLICY, answer, laid_out, params_of, request, same_samples, whole
 from tiny_decode import engine as plain_engine
 
@@ -65,6 +66,7 @@ def bits(completions: list[Completion]) -> list[tuple[list[int], bytes]]:
     return [(each.tokens.tolist(), each.logp.tobytes()) for each in completions]
 
 
+@pytest.mark.slow
 def test_adapters_in_one_batch_get_what_each_gets_alone() -> None:
     both = Pinned(Weights(0, stacked({0: (0, 1), 2: (1, 2)})))
     # The same prompt, of which no page may be shared.

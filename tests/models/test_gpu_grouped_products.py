@@ -58,7 +58,7 @@ def test_matrices_of_8_bits_are_converted_exactly():
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 200])
+@pytest.mark.parametrize("num_tokens", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_experts_with_the_gpu_kernel_match_blocks(num_tokens: int, monkeypatch: pytest.MonkeyPatch):
     for name in ("gpu_grouped_product", "gpu_grouped_gradient"):
         monkeypatch.setattr(moe, name, partial(getattr(moe, name), interpret=True))

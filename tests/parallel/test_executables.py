@@ -44,6 +44,24 @@ def check(program: jax.stages.Compiled, mesh: Mesh) -> None:
     np.testing.assert_array_equal(gradient["x"], 4 * X)
 
 
+def test_the_summary_says_what_differs_from_the_saved_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = mesh_of(2, 2)
+
+    def summary(devices: Mesh = mesh, scale: float = 2.0) -> str:
+        folder = ExecutableFolder(tmp_path)
+        compile_sum(folder, devices, scale)
+        return folder.summary().removeprefix(f"executables in {tmp_path}: ")
+
+    assert summary() == "0 loaded, 1 saved"
+    assert summary() == "1 loaded, 0 saved"
+    assert summary(mesh_of(4, 1)) == "0 loaded, 1 saved; those saved before have other mesh"
+    assert summary(scale=3.0) == "0 loaded, 1 saved; those saved before have other programs"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--other")
+    assert summary() == "0 loaded, 1 saved; those saved before have other flags"
+
+
 def test_executables_are_loaded_by_another_process(tmp_path: Path) -> None:
     mesh, folder = mesh_of(2, 2), ExecutableFolder(tmp_path / "kept")
     check(compile_sum(folder, mesh), mesh)

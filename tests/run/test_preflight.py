@@ -129,6 +129,7 @@ def test_rewards_and_advantages_of_scripts(gsm8k: list[str]) -> None:
     assert report.update is not None and report.update.grad_norm > 0
 
 
+@pytest.mark.slow
 def test_a_reward_for_everything_is_refused(
     tmp_path: Path, gsm8k: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_form_that_refuses_right_answers_is_refused(gsm8k: list[str]) -> None:
     assert all(line.endswith("change rewards.form=<final>.*</final>") for line in found)
 
 
+@pytest.mark.slow
 def test_calls_in_another_format_are_refused() -> None:
     report = run("tool_math", "tasks.num_tasks=64")
     assert findings(report) == []
@@ -210,6 +212,7 @@ def test_calls_that_decoding_leaves_out_are_refused(tmp_path: Path) -> None:
     assert row_of(report, "reference").grades == {"correct": 8}
 
 
+@pytest.mark.slow
 def test_groups_without_signal_are_refused(gsm8k: list[str]) -> None:
     # 5 + 10 and -5 + 10 are both clipped to 1.
     report = run("gsm8k", *gsm8k, "trainer.shaping.bias=10", "trainer.shaping.clip=1")

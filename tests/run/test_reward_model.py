@@ -325,6 +325,7 @@ def test_killed_and_restarted_server_loses_nothing(
     asyncio.run(asyncio.wait_for(main(), 240))
 
 
+@pytest.mark.slow
 def test_run_trains_on_the_scores(folder: Path, tmp_path: Path) -> None:
     experiment = tiny_experiment(write_tiny_policy(tmp_path / "policy")).replace(
         f"rewards.model.path={folder}", "rewards.scale=raw"

@@ -115,6 +115,7 @@ def test_server_tokens_match_the_engine_loop(server: Server, client: openai.Open
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), sampled)
 
 
+@pytest.mark.slow
 def test_echo_returns_the_log_probs_of_the_prompt(client: openai.OpenAI):
     given: Any = {"model": MODEL, "prompt": "7 + 5 = ", "seed": 3, "extra_body": TOKENS}
     sampled = client.completions.create(**given, n=2, max_tokens=12).model_dump()

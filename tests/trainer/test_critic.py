@@ -125,6 +125,7 @@ def test_advantages_are_those_of_one_sequence_at_a_time_on_any_devices(
             )
 
 
+@pytest.mark.slow
 def test_critic_loss_ignores_the_policy_loss_mean(
     shared: Callable[[str], Trainer],
 ) -> None:
@@ -162,6 +163,7 @@ def test_critic_loss_equals_single_sequences_and_reports_its_variance(
     assert result.metrics["explained_variance"] == pytest.approx(explained, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_cutting_into_micro_batches_and_devices_changes_no_update(
     shared: Callable[[str], Trainer],
 ) -> None:

@@ -90,7 +90,14 @@ def mixed_groups(seed: int) -> list[Group]:
     return [of_group(group) for group in batch(seed)]
 
 
-@pytest.mark.parametrize(("devices", "shares_prefixes"), [(1, False), (1, True), (4, False)])
+@pytest.mark.parametrize(
+    ("devices", "shares_prefixes"),
+    [
+        (1, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(4, False, marks=pytest.mark.slow),
+    ],
+)
 def test_advantages_equal_those_of_samples_by_themselves(
     devices: int, shares_prefixes: bool
 ) -> None:

@@ -287,6 +287,7 @@ def test_bfloat16_is_for_activations_only(shared: Callable[[str], Trainer]) -> N
     }
 
 
+@pytest.mark.slow
 def test_state_is_restored_on_another_mesh(shared: Callable[[str], Trainer]) -> None:
     trainer = shared("one mini-batch")
     trainer.step(batch(seed=2))
@@ -593,6 +594,7 @@ def test_rewarded_tokens_become_more_likely(shared: Callable[[str], Trainer]) ->
     assert mean(last, "loss") < mean(first, "loss") - 0.01
 
 
+@pytest.mark.slow
 def test_correct_answers_have_a_loss_of_their_own() -> None:
     # Both answers of the first group are right, both of the second wrong: no advantage, so that the
     # loss is that of the first group's 6 + 16 tokens, in one micro-batch or several.

@@ -21,7 +21,7 @@ from ray.exceptions import OwnerDiedError
 from areal_jax.weights import object_store
 from areal_jax.weights.object_store import Contribution, ShardPublisher, ShardReader
 
-pytestmark = pytest.mark.usefixtures("ray_here")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
 P = PartitionSpec
 TIMEOUT_S = 60.0
@@ -108,7 +108,6 @@ def assert_equal_bits(arrived: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("cut", MESHES)
 @pytest.mark.parametrize("chunk_bytes", [64, 2**26])
-@pytest.mark.slow
 def test_transfer_is_bit_exact_for_every_pair_of_shardings(
     cut: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -215,7 +214,6 @@ def test_newest_pull_wins_and_older_ones_are_ignored(
     assert publisher.next_contribution(7, 0.01) is None
 
 
-@pytest.mark.slow
 def test_corrupted_chunk_is_skipped_and_logged(
     pair: tuple[ShardPublisher, ShardReader, Mesh], caplog: pytest.LogCaptureFixture
 ):
@@ -238,7 +236,6 @@ def test_corrupted_chunk_is_skipped_and_logged(
     assert (measured["skipped"], measured["delivered"]) == ((1.0, 1.0), (1.0, 1.0))
 
 
-@pytest.mark.slow
 def test_chunk_of_a_dead_host_is_skipped_and_logged(caplog: pytest.LogCaptureFixture):
     class Host:
         """Another process that owns what it puts."""
@@ -276,7 +273,6 @@ def test_chunk_of_a_dead_host_is_skipped_and_logged(caplog: pytest.LogCaptureFix
         assert reader.wait(2, TIMEOUT_S).version == 2
 
 
-@pytest.mark.slow
 def test_missing_or_foreign_shards_are_skipped_and_logged(
     pair: tuple[ShardPublisher, ShardReader, Mesh], closing_all: ExitStack
 ):
@@ -316,7 +312,6 @@ def test_missing_or_foreign_shards_are_skipped_and_logged(
     assert reader.wait(9, TIMEOUT_S).version == 9
 
 
-@pytest.mark.slow
 def test_store_keeps_only_the_newest_version_and_those_in_use():
     # 8 MiB each, 100 MiB in all: twenty versions fit only because older ones go.
     train, engine = mesh_of({"fsdp": 2, "tensor": 1}), mesh_of({"data": 1, "tensor": 1}, last=True)
@@ -333,7 +328,6 @@ def test_store_keeps_only_the_newest_version_and_those_in_use():
         assert publisher.metrics()["failed"] == (0.0, 1.0)
 
 
-@pytest.mark.slow
 def test_a_version_that_does_not_fit_into_the_store_is_skipped(caplog: pytest.LogCaptureFixture):
     train = mesh_of({"fsdp": 1, "tensor": 1})
     grown = ShardPublisher(
@@ -361,7 +355,6 @@ def test_complete_merges_pulled_with_resident_weights():
         assert reader.wait(0, TIMEOUT_S).params.keys() == {"matrix", "scale"}
 
 
-@pytest.mark.slow
 def test_closed_publisher_raises():
     publisher = ShardPublisher(layout)
     publisher.close()
