@@ -19,7 +19,7 @@ requests that moved, and the broken invariants of the run (`run_laws.py`).
 
 Ray: as measured, with trainer hosts and engines of one CPU device. Two trainer hosts and one engine
 become one and two before steps 4 and 14, and the reverse before step 9. The cache of compiled
-programs is empty at the start, so that only the last move finds its programs there.
+programs is empty at the start, so that the first move compiles those of one trainer host.
 
 Chosen: a run with a tiny policy, two train devices and an engine of two slots, so that the trainer
 waits for answers, with and without moves, which the run itself chooses. Each engine keeps one of
