@@ -22,8 +22,8 @@ become one and two before steps 4 and 14, and the reverse before step 9. The cac
 programs is empty at the start, so that the first move compiles those of one trainer host.
 
 Chosen: a run with a tiny policy, two train devices and an engine of two slots, so that the trainer
-waits for answers, with and without moves, which the run itself chooses. Each engine keeps one of
-two cores busy, so that a second engine is faster here, too.
+waits for answers; the run itself chooses its moves. Each engine keeps one of two cores busy, so
+that a second engine is faster here, too.
 
 Expected: simulated, from step 30 on at least 95 % of the best static split, three times; chosen,
 one move to two engines, after which steps are faster; no broken invariant.
@@ -41,8 +41,10 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +76,7 @@ SHIFTS = {
 }
 """Median lengths before and after the shift."""
 
-STEP_S = "trainer/seconds_step"
+MOVES = "rollout/split_moves"
 
 SMALL = {
     "hidden_size": 32,
@@ -354,7 +356,7 @@ def measure_ray(folder: Path) -> dict[str, object]:
 
 
 def measure_chosen(folder: Path) -> dict[str, object]:
-    """Train a run that chooses its moves, and one without moves."""
+    """Train a run that chooses its moves."""
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
     from run_laws import broken_laws
 
@@ -371,55 +373,49 @@ def measure_chosen(folder: Path) -> dict[str, object]:
     config = json.loads((EMBEDDED / "config.json").read_text()) | SMALL
     (folder / "tiny" / "config.json").write_text(json.dumps(config))
     (folder / "reward.py").write_text("def parity(task, answer):\n    return len(answer) % 2\n")
-    num_steps, row = 200, dict[str, object]()
+    num_steps, run_folder = 200, folder / "run"
+    experiment = load_experiment(
+        "aime",
+        f"num_steps={num_steps}",
+        f"policy.path={folder / 'tiny'}",
+        "policy.random_init=true",
+        "tasks.num_tasks=4000",
+        f"rewards.function={folder / 'reward.py'}:parity",
+        "evaluation.every_steps=0",
+        "checkpoint.export_hf=false",
+        "placement.train_devices=2",
+        "placement.rollout_devices=1",
+        "placement.adaptive=true",
+        "rollout.groups_per_batch=4",
+        "rollout.samples_per_group=4",
+        "rollout.max_staleness=2",
+        "engine.num_slots=2",
+        "engine.steps_per_dispatch=2",
+        "engine.max_new_tokens=256",
+        "trainer.num_mini_batches=1",
+    )
+    assert isinstance(experiment, Experiment)
 
-    async def train(experiment: Experiment, run_folder: Path) -> None:
+    async def train() -> None:
         plan = make_plan(experiment)
         async with build_run(plan, run_folder, resume=False, make_trainer=rl_trainer) as a_run:
             await loop.train(a_run, experiment)
 
-    for name in ("static", "adaptive"):
-        experiment = load_experiment(
-            "aime",
-            f"num_steps={num_steps}",
-            f"policy.path={folder / 'tiny'}",
-            "policy.random_init=true",
-            "tasks.num_tasks=4000",
-            f"rewards.function={folder / 'reward.py'}:parity",
-            "evaluation.every_steps=0",
-            "checkpoint.export_hf=false",
-            "placement.train_devices=2",
-            "placement.rollout_devices=1",
-            f"placement.adaptive={name == 'adaptive'}",
-            "rollout.groups_per_batch=4",
-            "rollout.samples_per_group=4",
-            "rollout.max_staleness=2",
-            "engine.num_slots=2",
-            "engine.steps_per_dispatch=2",
-            "engine.max_new_tokens=256",
-            "trainer.num_mini_batches=1",
-        )
-        assert isinstance(experiment, Experiment)
-        asyncio.run(train(experiment, folder / name))
-        rows = [each for each in jsonl.read(folder / name / "metrics.jsonl") if STEP_S in each]
-        ends_s = [each["time_s"] for each in rows]
-        moves = [each.get("rollout/split_moves", 0.0) for each in rows]
-        row[name] = {
-            "engines": [each.get("rollout/engines", 1.0) for each in rows],
-            "median_step_s": {
-                f"after {count:g} moves": statistics.median(
-                    end_s - before_s
-                    for before_s, end_s, since in zip(ends_s, ends_s[1:], moves, strict=False)
-                    if since == count
-                )
-                for count in sorted(set(moves))
-            },
-            "stall_s": rows[-1].get("rollout/split_stall_s", 0.0),
-            "broken": broken_laws(
-                folder / name, num_steps=num_steps, groups=4, samples=4, max_staleness=2
-            ),
-        }
-    return row
+    asyncio.run(train())
+    rows = [each for each in jsonl.read(run_folder / "metrics.jsonl") if MOVES in each]
+    since_s = defaultdict[float, list[float]](list)
+    for before, after in pairwise(rows):
+        since_s[before[MOVES]].append(after["time_s"] - before["time_s"])
+    return {
+        "engines": [each["rollout/engines"] for each in rows],
+        "median_step_s": {
+            f"after {count:g} moves": statistics.median(found) for count, found in since_s.items()
+        },
+        "stall_s": rows[-1]["rollout/split_stall_s"],
+        "broken": broken_laws(
+            run_folder, num_steps=num_steps, groups=4, samples=4, max_staleness=2
+        ),
+    }
 
 
 def main() -> None:
