@@ -11,7 +11,6 @@ from typing import Any
 import ray
 
 from areal_jax.checkpoint.recovery import Columns, encode, serialize
-from areal_jax.checkpoint.store import SAVE_TIMEOUT_S
 from areal_jax.cluster.connection import Connection
 from areal_jax.errors import ConfigError, NotStarted, WorkerDied
 from areal_jax.records import Group, RolloutState, StepResult
@@ -80,10 +79,10 @@ class Trainers:
         self.version = joined[0]["version"]
         return joined[0]["beside"]
 
-    async def close(self) -> None:
-        """End all hosts; they finish the checkpoint that is being written."""
+    async def close(self, timeout_s: float) -> None:
+        """End all hosts, which may finish the checkpoint being written within `timeout_s`."""
         connections, self.connections = self.connections, ()
-        await asyncio.gather(*(each.close(SAVE_TIMEOUT_S) for each in connections))
+        await asyncio.gather(*(each.close(timeout_s) for each in connections))
 
     @property
     def is_empty(self) -> bool:

@@ -16,6 +16,7 @@ import chz
 import jax
 
 from areal_jax.checkpoint.checksums import CheckpointError
+from areal_jax.checkpoint.store import SAVE_TIMEOUT_S
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.connection import Connection
 from areal_jax.cluster.placement import Cluster
@@ -23,11 +24,11 @@ from areal_jax.cluster.trainers import Trainers
 from areal_jax.cluster.weight_broadcast import WeightBroadcast
 from areal_jax.errors import ConfigError, NotSaved, NotStarted, config_errors
 from areal_jax.parallel.mesh import make_train_mesh
-from areal_jax.run.checkpointing import Checkpointing
+from areal_jax.run.build import Run
 from areal_jax.run.compiled_programs import abstract_trainer
 from areal_jax.run.make_plan import make_training_plan
-from areal_jax.run.plan import Plan, possible_splits
-from areal_jax.run.recording import CHECKPOINT, TRAINER, Recording
+from areal_jax.run.plan import possible_splits
+from areal_jax.run.recording import CHECKPOINT, TRAINER
 from areal_jax.run.split_meter import SplitMeter, describe_reason
 from areal_jax.run.worker_pool import WorkerPool
 from areal_jax.threads import run_in_thread
@@ -49,34 +50,32 @@ class AdaptiveHosts:
 
     def __init__(
         self,
-        plan: Plan,
+        run: Run[Trainers],
         cluster: Cluster,
-        trainers: Trainers,
         pool: WorkerPool,
         broadcast: WeightBroadcast,
-        checkpointing: Checkpointing,
-        recording: Recording,
         *,
         start_hosts: Callable[[int], Awaitable[list[Connection]]],
         start_s: float,
     ) -> None:
         """
         Args:
-            plan: Plan of the run.
+            run: Its recording receives one line for each move.
             cluster: Its `config` has the present split.
-            trainers: Trainer hosts of the run.
             pool: Engines of the run.
-            broadcast: Weight channel between both.
-            checkpointing: Checkpoints of the run.
-            recording: Receives one line for each move.
+            broadcast: Weight channel of the run.
             start_hosts: Starts trainer hosts, not joined, from the checkpoint of a version.
             start_s: Seconds that the start of the first trainer hosts took.
         """
-        self._plan, self._cluster, self._trainers, self._pool = plan, cluster, trainers, pool
-        self._broadcast, self._checkpointing = broadcast, checkpointing
-        self._recording, self._start_hosts, self.start_s = recording, start_hosts, start_s
+        self._plan, self._trainers, self._recording = run.plan, run.trainer, run.recording
+        self._cluster, self._pool, self._broadcast = cluster, pool, broadcast
+        self._checkpointing, self._start_hosts, self.start_s = (
+            run.checkpointing,
+            start_hosts,
+            start_s,
+        )
         self._meter = SplitMeter(
-            cluster.config.num_devices, possible_splits(plan), self.rollout_devices
+            cluster.config.num_devices, possible_splits(run.plan), self.rollout_devices
         )
         self._was_complete = False
 
@@ -143,7 +142,7 @@ class AdaptiveHosts:
             await self._wait_for_engines(version)
             async with self._pool.without(leaving):
                 await self._broadcast.withdraw()
-                await trainers.close()
+                await trainers.close(SAVE_TIMEOUT_S)
                 try:
                     await self._start(launch, version)
                 except (ConfigError, NotStarted) as refusal:
@@ -166,7 +165,7 @@ class AdaptiveHosts:
         self._cluster.config = launch
         self._trainers.use(await self._start_hosts(version))
         async with AsyncExitStack() as on_failure:
-            on_failure.push_async_callback(self._trainers.close)
+            on_failure.push_async_callback(self._trainers.close, SAVE_TIMEOUT_S)
             await self._trainers.join(launch.start_timeout_s)
             on_failure.pop_all()
 

@@ -76,7 +76,10 @@ class MovableHosts(Protocol):
 
 @dataclass(kw_only=True)
 class Run(Generic[AnyTrainer]):
-    """A run under way: what `loop.train` and `finetune.fine_tune` train with."""
+    """A run under way: what `loop.train` and `finetune.fine_tune` train with.
+
+    The class has more than 200 lines because loops know a run as one object.
+    """
 
     plan: Plan
     folder: Path

@@ -12,7 +12,7 @@ from typing import Any
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import deserialize
-from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.checkpoint.store import SAVE_TIMEOUT_S, CheckpointStore
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.connection import Connection
 from areal_jax.cluster.placement import Cluster, connect
@@ -101,6 +101,8 @@ async def build_cluster_run(
     """Build a run whose components are processes of a Ray cluster, and end them at the end of the
     block.
 
+    The function has more than 60 lines because it lists the parts in the order of their start.
+
     Args:
         source: name or file of the experiment.
         claim: on the folder.
@@ -127,7 +129,7 @@ async def build_cluster_run(
         async def start_trainers() -> tuple[Trainers, Any, float]:
             start_s = time.perf_counter()
             trainers = Trainers(await start_from(saved_version))
-            stack.push_async_callback(trainers.close)
+            stack.push_async_callback(trainers.close, SAVE_TIMEOUT_S)
             beside = await trainers.join(cluster.config.start_timeout_s)
             return trainers, beside, time.perf_counter() - start_s
 
@@ -159,15 +161,7 @@ async def build_cluster_run(
         )
         if experiment.placement.adaptive:
             run.hosts = AdaptiveHosts(
-                plan,
-                cluster,
-                trainers,
-                pool,
-                broadcast,
-                run.checkpointing,
-                recording,
-                start_hosts=start_from,
-                start_s=start_s,
+                run, cluster, pool, broadcast, start_hosts=start_from, start_s=start_s
             )
         yield run
 
