@@ -260,30 +260,32 @@ def test_moves_and_a_death_in_one_keep_all_laws(
 def test_hosts_without_resources_give_way_to_those_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another user of the cluster takes what an engine frees for a trainer host."""
+    """Another user of the cluster takes what an engine and a trainer host free."""
     experiment = long_answers(
         tmp_path,
         "num_steps=8",
         "engine.max_new_tokens=32",
         "launch.trainer_hosts=1",
         "launch.rollout_engines=2",
-        "launch.start_timeout_s=25",
     )
 
     async def adapt(run: Run[Trainers], hosts: AdaptiveHosts, save: Save) -> None:
         pool, start, others = hosts._pool, hosts._start_hosts, list[PlacementGroup]()
 
         async def start_late(version: int) -> list[Connection]:
-            if not others:
-                others.append(placement_group([{"CPU": 1.0}]))
+            if others:
+                remove_placement_group(others[0])
+            else:
+                others.append(placement_group([{"CPU": 2.0}]))
                 assert await asyncio.to_thread(others[0].wait, 60)
+                config = hosts._cluster.config
+                hosts._cluster.config = chz.replace(config, start_timeout_s=2.0)
             return await start(version)
 
         if run.trainer.version == 2:
             hosts._start_hosts = start_late
             await hosts.move(1, save, "")
             assert len(run.trainer.connections) == 1 and len(pool.engines.connections) == 1
-            remove_placement_group(others[0])
             await until(lambda: hosts.is_ready)
             assert hosts.rollout_devices == 2 and 1 not in hosts._meter.chooser.splits
 
