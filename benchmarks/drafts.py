@@ -1,14 +1,18 @@
-"""Speculative decoding by n-gram drafts: tokens per step, and tokens/s with drafts and without.
+"""Speculative decoding: tokens per step, and tokens/s with drafts and without.
 
     # the embedded policy on problems of `aime`, on a CPU
     python benchmarks/drafts.py
     # random weights of a real shape, on one GPU or TPU
     python benchmarks/drafts.py --shape=qwen2.5-1.5b --slots=8 --prompt-tokens=512 --new-tokens=512
+    # also with the drafts of a draft policy: a folder, or random weights of a shape
+    python benchmarks/drafts.py --draft-policy=runs/draft/policy
+    python benchmarks/drafts.py --shape=qwen2.5-7b --draft-policy=qwen2.5-0.5b --slots=8
     # text instead of a policy: JSON lines with `question` and `answer`, and a tokenizer.json
     python benchmarks/drafts.py --text=test.jsonl --tokenizer=tokenizer.json
 
 The numbers of drafts of --drafts take turns, --rounds times, with the same requests: groups of
---samples samples at --temperature. A row has for each number the medians over rounds:
+--samples samples at --temperature. With --draft-policy each number takes a second turn, with its
+drafts instead of those of n-grams. A row has for each the medians over rounds:
 
 - `tokens_per_step`: tokens sampled by a slot in a decode step.
 - `accepted`: share of verified drafts that were accepted.
@@ -16,8 +20,11 @@ The numbers of drafts of --drafts take turns, --rounds times, with the same requ
 - `tokens_per_s`, and `tokens_per_cpu_s`: tokens by time, and by processor time.
 
 Random weights sample noise at temperature 1, in which almost no draft is right, and repeat
-themselves at temperature 0: `tokens_per_step` says nothing of a trained policy, and `step_ms` says
-what drafts cost.
+themselves at temperature 0: `tokens_per_step` and `accepted` say nothing of a trained policy, and
+`step_ms` says what drafts cost.
+
+A small draft policy of the embedded one is one with a smaller `config.json` that learns from the
+same examples: `areal-train --exp=tiny_sft policy.path=FOLDER num_steps=1200`.
 
 With --text, `tokens_per_step` is that of a policy which samples exactly these answers, with drafts
 from prompt and answer alone; nothing is decoded.
@@ -42,6 +49,7 @@ import jax.numpy as jnp
 import numpy as np
 from decode import Events, Shelf
 from jax.sharding import SingleDeviceSharding
+from jax.typing import DTypeLike
 from results import append
 from tokenizers import Tokenizer
 from train_mfu import MODELS
@@ -52,14 +60,16 @@ from areal_jax.data.sources import load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.engine.drafts import DraftState, draft_tokens
+from areal_jax.engine.drafts import DraftPolicy, DraftState, draft_tokens
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models import hf
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Request, Sampling, Weights
+from areal_jax.run.draft_policies import find_draft_policy, random_draft_policy
 
 TEXTS = 256
 """Answers of --text that are read."""
@@ -102,11 +112,11 @@ class Workload(NamedTuple):
     stop: tuple[int, ...] = ()
 
 
-def embedded_policy(num_prompts: int) -> Workload:
-    """Return the embedded policy and prompts of `aime`."""
-    policy, tokenizer = Policy(hf.read_config(EMBEDDED)), HFTokenizer.from_folder(EMBEDDED)
+def trained_policy(folder: Path, num_prompts: int) -> Workload:
+    """Return the policy of a folder and prompts of `aime`."""
+    policy, tokenizer = Policy(hf.read_config(folder)), HFTokenizer.from_folder(folder)
     one = SingleDeviceSharding(jax.devices()[0])
-    params = hf.load(EMBEDDED, policy, jax.tree.map(lambda _: one, policy.abstract()))
+    params = hf.load(folder, policy, jax.tree.map(lambda _: one, policy.abstract()))
     tasks = load_tasks(Synthetic(num_tasks=num_prompts), PromptConfig()).tasks
     prompts = [np.asarray(tokenizer.render(task.prompt), np.int32) for task in tasks]
     return Workload(policy, params, prompts, tokenizer.stop_token_ids)
@@ -118,6 +128,14 @@ def random_policy(shape: str, num_prompts: int, prompt_tokens: int) -> Workload:
     size = num_prompts, prompt_tokens
     prompts = np.random.default_rng(0).integers(0, policy.config.vocab_size, size, dtype=np.int32)
     return Workload(policy, jax.jit(policy.init)(jax.random.key(0)), list(prompts))
+
+
+def find_draft(name: str, dtype: DTypeLike) -> DraftPolicy | None:
+    """Return the draft policy of a folder, or of a shape with random weights; None if unnamed."""
+    if name in MODELS:
+        return random_draft_policy(ModelConfig.from_hf(MODELS[name], source=name), dtype)
+    config = EngineConfig(draft_policy=name)
+    return find_draft_policy(config, PolicyConfig(), HFTokenizer.from_folder(EMBEDDED), dtype)
 
 
 def replay(path: Path, tokenizer: Path, counts: list[int]) -> dict[str, float]:
@@ -153,6 +171,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=["embedded", *MODELS], default="embedded")
+    parser.add_argument("--policy", type=Path, help="folder instead of the embedded policy")
+    parser.add_argument("--draft-policy", default="", help="folder, or one of the shapes")
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 3, 7])
     parser.add_argument("--slots", type=int, default=48)
     parser.add_argument("--groups", type=int, default=16)
@@ -167,7 +187,9 @@ def main() -> None:
     parser.add_argument("--note", default="", help="note for the row")
     args = parser.parse_args()
     settings = {
-        name: value for name, value in vars(args).items() if name not in ("text", "tokenizer")
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(args).items()
+        if name not in ("text", "tokenizer")
     }
     if args.text is not None:
         counts = [count for count in args.drafts if count]
@@ -178,7 +200,7 @@ def main() -> None:
         return
     dtype = jnp.dtype(jnp.float32 if jax.devices()[0].platform == "cpu" else jnp.bfloat16)
     policy, params, prompts, stop = (
-        embedded_policy(args.groups)
+        trained_policy(args.policy or EMBEDDED, args.groups)
         if args.shape == "embedded"
         else random_policy(args.shape, args.groups, args.prompt_tokens)
     )
@@ -190,10 +212,18 @@ def main() -> None:
         steps_per_dispatch=args.steps_per_dispatch,
     )
     engines = {
-        count: DecodeEngine(policy, mesh, chz.replace(config, draft_tokens=count), dtype)
+        str(count): DecodeEngine(policy, mesh, chz.replace(config, draft_tokens=count), dtype)
         for count in args.drafts
     }
-    first = engines[args.drafts[0]]
+    first = engines[str(args.drafts[0])]
+    if draft := find_draft(args.draft_policy, dtype):
+        config = chz.replace(config, draft_policy=args.draft_policy)
+        engines |= {
+            f"{count} of the draft policy": DecodeEngine(
+                policy, mesh, chz.replace(config, draft_tokens=count), dtype, draft=draft
+            )
+            for count in filter(None, args.drafts)
+        }
     weights = Weights(0, jax.jit(first.layout, out_shardings=first.param_shardings)(params))
     rounds = []
     for seed in range(args.rounds + 1):
@@ -208,17 +238,17 @@ def main() -> None:
             for i, prompt in enumerate(prompts)
         ]
         found = {
-            count: asyncio.run(measure(engine, weights, requests))
-            for count, engine in engines.items()
+            name: asyncio.run(measure(engine, weights, requests))
+            for name, engine in engines.items()
         }
         print(found, flush=True)
         rounds.append(found)
     # The first round compiles.
     medians = {
-        str(count): {
-            name: median(each[count][name] for each in rounds[1:]) for name in rounds[0][count]
+        name: {
+            metric: median(each[name][metric] for each in rounds[1:]) for metric in rounds[0][name]
         }
-        for count in args.drafts
+        for name in engines
     }
     append("drafts", {**settings, "reader": first.reader, "by_drafts": medians})
 

@@ -53,7 +53,7 @@ ORDERS = {
         ("storage",),
     ),
     "run": (
-        ("run.lease", "run.summary"),
+        ("run.lease", "run.summary", "run.draft_policies"),
         (
             "run.claim",
             "run.models",

@@ -33,6 +33,7 @@ def compile_for(
     topology: str,
     *,
     model: ModelConfig | None = None,
+    draft: ModelConfig | None = None,
     compiles_all: bool = False,
     executables: Path | None = None,
 ) -> int:
@@ -43,6 +44,7 @@ def compile_for(
         topology: see `topologies.compile_only_devices`.
         model: shape of the policy, of a plan without weights, data and tokenizer; None: what the
             experiment names.
+        draft: shape of its draft policy.
         compiles_all: every program of the engine, not only the largest of each kind.
         executables: folder to save the compiled programs in.
 
@@ -69,7 +71,7 @@ def compile_for(
     if model is None or not isinstance(experiment, Experiment):
         plan = make_plan(experiment, devices, compiler)
     else:
-        plan = make_shape_plan(experiment, model, devices, compiler)
+        plan = make_shape_plan(experiment, model, devices, compiler, draft)
     report = _compile_with_progress(plan, experiment.name, topology, compiles_all)
     console = Console(highlight=False)
     status = show_report(report, console)

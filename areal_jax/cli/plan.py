@@ -58,9 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         question = build(ClusterQuestion, assign(given, settings(ClusterQuestion), from_text))
         model = find_model(question.model, question.ignore_config_keys)
         if command.compile_for:
-            experiment = experiment_of(question)
+            name, ignored = question.draft_policy, question.ignore_config_keys
             return compile_for(
-                experiment, command.compile_for, model=model, compiles_all=command.compile_all
+                experiment_of(question),
+                command.compile_for,
+                model=model,
+                draft=find_model(name, ignored, "draft_policy") if name else None,
+                compiles_all=command.compile_all,
             )
         found = plan_cluster(question, model)
     except ConfigError as error:
@@ -96,6 +100,8 @@ def experiment_of(question: ClusterQuestion) -> Experiment:
             max_prompt_tokens=question.prompt_tokens,
             max_new_tokens=question.context - question.prompt_tokens,
             on_update=question.on_update,
+            draft_tokens=question.draft_tokens,
+            draft_policy=question.draft_policy,
         ),
         trainer=TrainerConfig(rows_per_micro_batch=1),
         placement=PlacementConfig(
@@ -104,7 +110,7 @@ def experiment_of(question: ClusterQuestion) -> Experiment:
     )
 
 
-def find_model(name: str, ignored_keys: Sequence[str] = ()) -> ModelConfig:
+def find_model(name: str, ignored_keys: Sequence[str] = (), setting: str = "model") -> ModelConfig:
     """The shape of a policy known by name, or of a folder's config.json.
 
     Raises:
@@ -119,7 +125,9 @@ def find_model(name: str, ignored_keys: Sequence[str] = ()) -> ModelConfig:
         )
     except ValueError as error:
         message = str(error).replace(SETTING, "ignore_config_keys")
-        raise ConfigError(f"model={name}: {message}; or give a folder with a config.json") from None
+        raise ConfigError(
+            f"{setting}={name}: {message}; or give a folder with a config.json"
+        ) from None
 
 
 def plot(found: ClusterPlan, path: Path) -> None:

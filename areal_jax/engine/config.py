@@ -40,9 +40,14 @@ class EngineConfig:
         validator=NOT_NEGATIVE,
         default=0,
         doc="speculative decoding: drafts that a decode step verifies after each sequence's last "
-        "token, taken from what followed its last tokens before, there or in another sample of "
-        "the prompt; the samples stay those of the policy. 0: off. It pays where a step reads "
-        "memory most of its time, which is on accelerators with few slots",
+        "token, from draft_policy, or from what followed its last tokens before, there or in "
+        "another sample of the prompt; the samples stay those of the policy. 0: off. It pays where "
+        "a step reads memory most of its time, which is on accelerators with few slots",
+    )
+    draft_policy: str = chz.field(
+        default="",
+        doc="policy that proposes the draft_tokens: a smaller one with the same tokenizer, named "
+        "as in policy.path, whose weights never change. Empty: drafts come from the sequences",
     )
     page_tokens: int = chz.field(
         validator=POSITIVE,

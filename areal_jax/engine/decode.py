@@ -39,6 +39,7 @@ from areal_jax.engine.batch import (
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode_programs import DecodePrograms
 from areal_jax.engine.decode_shapes import (
+    DRAFT,
     RECORDED_ROWS,
     DecodeShapes,
     at_least,
@@ -54,6 +55,7 @@ from areal_jax.engine.decode_state import (
     encode_slots,
     unpack_experts,
 )
+from areal_jax.engine.drafts import DraftPolicy
 from areal_jax.engine.scoring import Scores
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.vision.image_processor import ImagePatches
@@ -67,6 +69,7 @@ from areal_jax.parallel.compilation import (
     compile_lowered,
     compile_programs,
 )
+from areal_jax.parallel.sharding import bytes_per_device, shardings_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +101,13 @@ class DecodeEngine:
         image_reader: ImageReader | None = None,
         compiler: Compiler = compile_lowered,
         num_adapters: int = 0,
+        draft: DraftPolicy | None = None,
     ):
         """Arguments and errors as of `DecodeShapes`; `compiler` compiles the programs."""
         self.shapes = shapes = DecodeShapes(
-            policy, mesh, config, compute_dtype, reader, num_adapters
+            policy, mesh, config, compute_dtype, reader, num_adapters, draft and draft.policy
         )
+        self.draft = draft
         self.programs = DecodePrograms(shapes, compiler)
         self.policy, self.mesh, self.config = policy, mesh, config
         self.compute_dtype, self.kv_dtype = shapes.compute_dtype, shapes.kv_dtype
@@ -171,6 +176,21 @@ class DecodeEngine:
         """Return the bytes of keys and values on each device."""
         return self.shapes.kv_bytes()
 
+    def draft_bytes(self) -> int:
+        """Return the bytes of the draft policy's weights on each device; 0 without one."""
+        draft = self.shapes.draft
+        return 0 if draft is None else bytes_per_device(draft.params, draft.param_shardings)
+
+    def load_draft(self) -> EngineParams:
+        """Load what programs read beside the policy's parameters: those of the draft policy, if
+        there is one.
+        """
+        draft, shapes = self.draft, self.shapes.draft
+        if draft is None or shapes is None:
+            return {}
+        loaded = draft.load(shardings_of(shapes.loaded()))
+        return {DRAFT: self.programs.get("lay_out_draft")(loaded)}
+
     def warm_up(
         self, most: SamplingMode = SamplingMode.PLAIN, on_program: OnProgram | None = None
     ) -> float:
@@ -210,6 +230,8 @@ class DecodeEngine:
             yield ("copy_states",)
         if self.config.draft_tokens:
             yield ("record",)
+        if self.draft is not None:
+            yield ("lay_out_draft",)
         for length, following in pairwise(shapes.view_lengths):
             yield "resize", length, following
             yield "resize", following, length
@@ -575,17 +597,22 @@ class DecodeEngine:
 
 
 def find_too_long(engine: DecodeEngine, setting: str) -> Iterator[str]:
-    """Yield a message if the engine decodes further than the policy's position embeddings reach.
+    """Yield a message if the engine decodes further than the position embeddings of the policy, or
+    of its draft policy, reach.
 
     Args:
         engine: The engine.
         setting: Setting that names the policy, for the message.
     """
-    model = engine.policy.config
-    positions = model.max_positions
-    hint = ", or set policy.long_rope=true" if positions < model.max_position_embeddings else ""
-    if engine.max_tokens > positions:
-        yield (
-            f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer "
-            f"than the {positions} positions of {setting}; lower either{hint}"
-        )
+    named = [(engine.policy.config, setting)]
+    if engine.draft is not None:
+        draft = f"engine.draft_policy={engine.config.draft_policy}"
+        named.append((engine.draft.policy.config, draft))
+    for model, name in named:
+        positions = model.max_positions
+        hint = ", or set policy.long_rope=true" if positions < model.max_position_embeddings else ""
+        if engine.max_tokens > positions:
+            yield (
+                f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer "
+                f"than the {positions} positions of {name}; lower either{hint}"
+            )

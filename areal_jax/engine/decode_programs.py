@@ -22,7 +22,14 @@ from areal_jax.engine.decode_step import generate
 from areal_jax.engine.decode_view import insert_pages, resize
 from areal_jax.engine.drafted_step import generate_drafted
 from areal_jax.engine.drafts import record_sequences
-from areal_jax.engine.prefill import copy_pages, copy_states, encode, extend, prefill
+from areal_jax.engine.prefill import (
+    copy_pages,
+    copy_states,
+    encode,
+    extend,
+    prefill,
+    with_draft,
+)
 from areal_jax.engine.scoring import Scores, score
 from areal_jax.models.adapted import AdapterStack, assign_rows
 from areal_jax.parallel.compilation import Compiler, compile_lowered
@@ -64,7 +71,7 @@ class DecodePrograms:
         Args:
             verb: `init`, `generate`, `generate_masked`, `prefill`, `extend`, `prefill_images`,
                 `extend_images`, `encode`, `copy`, `copy_states`, `record`, `insert`, `resize`,
-                `score`, `same_weights`, `same_adapters` or `same_tower`.
+                `lay_out_draft`, `score`, `same_weights`, `same_adapters` or `same_tower`.
             shape: View length and mode of `generate` and `generate_masked`; rows and tokens of
                 `prefill` and `extend`; patches of `encode`; tokens and view length of `insert`;
                 both lengths of `resize`; tokens of `score`.
@@ -88,7 +95,8 @@ class DecodePrograms:
                 arguments = self._prefill_arguments(rows, length)
                 if verb.endswith("_images"):
                     arguments += shapes.images(rows, length)
-                run = partial(prefill if verb.startswith("prefill") else extend, shapes)
+                plain = prefill if verb.startswith("prefill") else extend
+                run = partial(with_draft, plain, shapes)
                 if shapes.num_adapters:
                     run = partial(_run_with_adapters, run)
                 experts = None
@@ -122,6 +130,10 @@ class DecodePrograms:
                 drafts = shapes.drafts()
                 arguments = drafts, *shapes.recorded()
                 return _lower(record_sequences, arguments, drafts, donate=0)
+            case ("lay_out_draft",):
+                draft = shapes.draft
+                assert draft is not None
+                return _lower(draft.layout, (draft.loaded(),), draft.params)
             case "encode", patches:
                 vision = shapes.policy.config.vision
                 assert vision is not None

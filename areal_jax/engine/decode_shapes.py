@@ -1,6 +1,8 @@
 """Shapes and shardings of the decode programs of one policy on one mesh.
 
 Axes: B rows, T tokens, S slots, F fields of a slot, V vocabulary, M pages of a slot's table.
+
+The file has more than 400 lines because its one class lists every argument and result.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +56,9 @@ memory."""
 RECORDED_ROWS = 8
 """Sequences of one call that records their tokens."""
 
+DRAFT = "draft"
+"""Name of the draft policy's parameters among those that the programs read."""
+
 
 class DecodeShapes:
     """Shapes of state, arguments and results, and the lengths for which programs are compiled.
@@ -75,6 +81,8 @@ class DecodeShapes:
         base_shardings: Shardings of the frozen parameters of an adapter.
         adapters: Shapes and shardings of the factors of several adapters, [A, ...]; None without.
         scales: Shape of their scales, [A].
+        draft: Shapes of the draft policy, whose pages and view have the same numbers of pages and
+            columns; None without one.
     """
 
     def __init__(
@@ -85,6 +93,7 @@ class DecodeShapes:
         compute_dtype: DTypeLike,
         reader: Reader | None = None,
         num_adapters: int = 0,
+        draft: Policy | None = None,
     ):
         """
         Args:
@@ -95,12 +104,13 @@ class DecodeShapes:
             reader: Source of keys and values; None: the fastest one for the mesh's devices.
             num_adapters: Adapters of the policy's shape that sequences choose from; 0: the
                 parameters have no `AdapterStack`.
+            draft: The draft policy of `engine.draft_policy`.
 
         Raises:
-            ValueError: Slots are not divisible by the data shards, or no sequence fits into the KV
-                cache. The message names the setting.
+            ValueError: Slots are not divisible by the data shards, no sequence fits into the KV
+                cache, or the draft policy cannot propose drafts. The message names the setting.
         """
-        _check(config, mesh)
+        _check(policy, draft, config, mesh)
         self.policy, self.mesh, self.config = policy, mesh, config
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.kv_dtype = (
@@ -112,16 +122,6 @@ class DecodeShapes:
         self.is_unrolled = (
             policy.config.linear is not None or mesh.devices.flat[0].platform != "cpu"
         )
-        if config.router_replay and policy.config.moe is None:
-            raise ValueError(
-                f"engine.router_replay=true: {policy.config.architecture} has no experts; set it "
-                "to false"
-            )
-        if config.draft_tokens and policy.config.linear is not None:
-            raise ValueError(
-                f"engine.draft_tokens={config.draft_tokens}: {policy.config.architecture} has "
-                "linear attention, whose state cannot go back behind a rejected draft; set it to 0"
-            )
         # The last token is never fed, so it needs no column.
         most = config.max_tokens - 1
         self.num_shards = mesh.shape["data"]
@@ -150,6 +150,11 @@ class DecodeShapes:
             self.params = lora.attach_stack(whole, self.adapters, self.scales)
         self.param_shardings = shardings_of(trained)
         self.base_shardings = shardings_of(whole)
+        self.draft: DecodeShapes | None = None
+        if draft is not None:
+            alone = chz.replace(config, draft_policy="", router_replay=False)
+            self.draft = DecodeShapes(draft, mesh, alone, compute_dtype, reader)
+            self.params = self.params | {DRAFT: self.draft.params}
 
     def _stacked(self, leaf: Any) -> Any:
         how = NamedSharding(self.mesh, PartitionSpec(None, *leaf.sharding.spec))
@@ -162,7 +167,7 @@ class DecodeShapes:
         )
 
     def pages(self) -> tuple[Pages, ...]:
-        """Return the shapes of the KV-cache pages, by layer."""
+        """Return the shapes of the KV-cache pages, by layer; last those of the draft policy."""
         model, (num_heads, head_dim) = self.policy.config, self._cached_heads()
         shape = (
             num_heads,
@@ -177,10 +182,13 @@ class DecodeShapes:
             else self.array(shape[:-1], jnp.float32, *PAGE_AXES)
         )
         values = (half, scales) if model.latent is None else (None, None)
-        return (Pages(half, values[0], scales, values[1]),) * len(model.attention_layers)
+        pages = (Pages(half, values[0], scales, values[1]),) * len(model.attention_layers)
+        return pages + (() if self.draft is None else self.draft.pages())
 
     def view(self, length: int) -> Any:
-        """Return the shapes of a view of this length; of an empty one if attention reads pages."""
+        """Return the shapes of a view of this length, by layer as of `pages`; of an empty one if
+        attention reads pages.
+        """
         if self.reader != "view":
             return ()
         model, (num_heads, head_dim) = self.policy.config, self._cached_heads()
@@ -188,7 +196,13 @@ class DecodeShapes:
         shape, axes = (self.config.num_slots, num_heads), ("slots", "kv_heads")
         keys = self.array((*shape, head_dim, columns), self.compute_dtype, *axes)
         values = self.array((*shape, columns, head_dim), self.compute_dtype, *axes)
-        return ((keys, values if model.latent is None else None),) * len(model.attention_layers)
+        view = ((keys, values if model.latent is None else None),) * len(model.attention_layers)
+        return view + (() if self.draft is None else self.draft.view(length))
+
+    def split_layers(self, layers: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Split pages or a view into those of the policy and those of the draft policy."""
+        count = len(self.policy.config.attention_layers)
+        return layers[:count], layers[count:]
 
     def recurrent(self) -> tuple[RecurrentState, ...]:
         """Return the shapes of the states of all slots, by layer with linear attention."""
@@ -224,8 +238,9 @@ class DecodeShapes:
             return None
         # With room for the drafts after the last token of the longest sequence.
         shape = config.num_slots, config.max_tokens + 1 + config.draft_tokens
-        prompts = self.array(shape[:1], jnp.int32, "slots")
-        return DraftState(self.array(shape, jnp.int32, "slots"), prompts)
+        per_slot = self.array(shape[:1], jnp.int32, "slots")
+        unread = None if self.draft is None else per_slot
+        return DraftState(self.array(shape, jnp.int32, "slots"), per_slot, unread)
 
     def recorded(self) -> tuple[Any, Any, Any]:
         """Return the shapes of slots, tokens and prompts of recorded sequences."""
@@ -330,6 +345,12 @@ class DecodeShapes:
         """Convert parameters to this engine's layout; see `lay_out_params`."""
         return lay_out_params(self.policy, params, self.compute_dtype, self.config.weights_dtype)
 
+    def loaded(self) -> Params:
+        """Return the shapes of the policy's parameters as they are loaded, before `layout`."""
+        params = self.policy.abstract(self.compute_dtype)
+        placed = shardings(self.mesh, self.policy.axes(), params, ROLLOUT_RULES)
+        return abstract(params, placed)
+
     def _engine_params(self, params: Params, axes: Params) -> EngineParams:
         """Return shapes and shardings of `layout`, given shapes and logical axes."""
         shapes = jax.eval_shape(self.layout, params)
@@ -356,13 +377,51 @@ def at_least(lengths: Sequence[int], wanted: int) -> int:
     return next(length for length in lengths if length >= wanted)
 
 
-def _check(config: EngineConfig, mesh: Mesh) -> None:
+def _check_draft(policy: Policy, draft: Policy, config: EngineConfig) -> None:
+    """Require that a policy can propose drafts."""
+    named = f"engine.draft_policy={config.draft_policy}"
+    for model in (draft.config, policy.config):
+        if model.vision is not None:
+            raise ValueError(
+                f"{named}: {model.architecture} reads images, and drafts of a policy are for text "
+                "alone; leave out engine.draft_policy"
+            )
+    if draft.config.linear is not None:
+        raise ValueError(
+            f"{named}: {draft.config.architecture} has linear attention, whose state cannot go "
+            "back behind a rejected draft; name another policy"
+        )
+    if draft.config.readout != "CausalLM":
+        raise ValueError(
+            f"{named} is read out as {draft.config.readout}, expected CausalLM; name another policy"
+        )
+
+
+def _check(policy: Policy, draft: Policy | None, config: EngineConfig, mesh: Mesh) -> None:
+    if config.router_replay and policy.config.moe is None:
+        raise ValueError(
+            f"engine.router_replay=true: {policy.config.architecture} has no experts; set it "
+            "to false"
+        )
+    if config.draft_tokens and policy.config.linear is not None:
+        raise ValueError(
+            f"engine.draft_tokens={config.draft_tokens}: {policy.config.architecture} has "
+            "linear attention, whose state cannot go back behind a rejected draft; set it to 0"
+        )
     if config.num_slots % mesh.shape["data"]:
         raise ValueError(
             f"engine.num_slots={config.num_slots} is not divisible by the {mesh.shape['data']} "
             "rollout devices that share the slots; set engine.num_slots to a multiple of "
             f"{mesh.shape['data']}"
         )
+    if config.draft_policy and not config.draft_tokens:
+        raise ValueError(
+            f"engine.draft_policy={config.draft_policy} with engine.draft_tokens=0: it proposes "
+            "nothing; set engine.draft_tokens, or leave out engine.draft_policy"
+        )
+    assert (draft is None) == (not config.draft_policy)
+    if draft is not None:
+        _check_draft(policy, draft, config)
     if config.batch_invariant != "off" and config.draft_tokens:
         raise ValueError(
             f"engine.draft_tokens={config.draft_tokens} with engine.batch_invariant: how many "

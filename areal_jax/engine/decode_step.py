@@ -4,6 +4,8 @@
 
 Axes: S slots, F fields of a slot, C columns of the view, D width, V vocabulary, T tokens, U tokens
 that a step feeds, n `engine.tokens_per_dispatch` or, of one step with drafts, U, A top logprobs.
+
+The file has more than 400 lines because all parts of a step read the constants of its one class.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from areal_jax.engine.decode_state import (
     STOPPED,
     DecodeState,
     EngineParams,
+    View,
     as_bits,
     join_caches,
     pack_experts,
@@ -32,9 +35,9 @@ from areal_jax.engine.decode_state import (
 from areal_jax.engine.decode_view import attend_to_view, settle
 from areal_jax.engine.prefill import recorded_experts, write_pages
 from areal_jax.models.decoder import Attend
-from areal_jax.models.delta_rule import sharded_recurrence
+from areal_jax.models.delta_rule import RecurrentState, sharded_recurrence
 from areal_jax.models.moe import sharded_experts
-from areal_jax.models.paged_attention import paged_attention
+from areal_jax.models.paged_attention import Pages, paged_attention
 from areal_jax.parallel.sharding import ROLLOUT_RULES, sharding
 
 
@@ -147,16 +150,17 @@ class Dispatch:
     def field(self, name: str) -> Shaped[Array, "S ..."]:
         return read_field(self._state.slots, name)
 
+    def cache(self) -> Any:
+        """Return what attention reads before the first step, and recurrent states."""
+        attended = self._state.view if self._reads_view else self._state.pages
+        return join_caches(self._shapes.policy.config, attended, self._state.recurrent)
+
     def first_step(self, started: Bool[Array, "S"], remaining: Int32[Array, "S"]) -> Step:
         tokens = jnp.full((self.num_tokens, len(started)), -1, jnp.int32)
         logp = jnp.zeros((self.num_tokens, len(started)), jnp.float32)
         shape = self.num_tokens, self._num_top_logprobs, len(started)
         return Step(
-            join_caches(
-                self._shapes.policy.config,
-                self._state.view if self._reads_view else self._state.pages,
-                self._state.recurrent,
-            ),
+            self.cache(),
             self.field("token"),
             started,
             remaining,
@@ -175,7 +179,7 @@ class Dispatch:
         # Slots that sample in this step. Those with a grammar wait from the second one on.
         samples = active if self.slot_tokens is None else active & (i < self.slot_tokens)
         hidden, cache, used = self.feed(
-            carry,
+            carry.cache,
             carry.token[:, None],
             (self.rope_position + i)[:, None],
             self._attention(i, samples),
@@ -190,28 +194,29 @@ class Dispatch:
 
     def feed(
         self,
-        carry: Step,
+        cache: Any,
         tokens: Int32[Array, "S U"],
         positions: Int32[Array, "S U"],
         attend: Attend,
         counts: Int32[Array, "S"],
     ) -> tuple[Float[Array, "S U D"], Any, Shaped[Array, "S U L k"] | None]:
         """Return hidden states and caches after the tokens, and their experts if recorded."""
+        is_recorded = self._shapes.config.router_replay
         hidden, cache, routing = self._shapes.policy.hidden(
             self._params,
             tokens,
             positions,
             attend,
-            carry.cache,
+            cache,
             compute_dtype=self._shapes.compute_dtype,
             unroll=True,
             experts=sharded_experts(self._shapes.mesh, ROLLOUT_RULES),
             recur=sharded_recurrence(self._shapes.mesh, ROLLOUT_RULES),
             num_tokens=counts,
-            records_experts=carry.experts is not None,
+            records_experts=is_recorded,
             absorbs=True,
         )
-        return hidden, cache, None if carry.experts is None else recorded_experts(routing)
+        return hidden, cache, recorded_experts(routing) if is_recorded else None
 
     def choose(
         self,
@@ -300,6 +305,30 @@ class Dispatch:
             ROLLOUT_RULES,
         )
 
+    def attend_to_block(
+        self, starts: Int32[Array, "S"], width: int, counts: Int32[Array, "S"]
+    ) -> Attend:
+        """Return the attention of several tokens of each slot to the view or to the pages.
+
+        Args:
+            starts: Number of tokens from the slot's position to the first one.
+            width: Number of tokens.
+            counts: Tokens of each slot that are kept: its first ones.
+        """
+        reader = self._shapes.reader
+        if reader == "view":
+            ahead = starts[:, None] + jnp.arange(width, dtype=jnp.int32)
+            fresh = self.steps <= ahead[:, :, None]
+            past = jnp.broadcast_to(self.past[:, None], (*ahead.shape, self.past.shape[1]))
+            positions = (self.position[:, None] + ahead)[:, :, None]
+            ages = positions - self.positions[:, None]
+            seen = jnp.concatenate([fresh, past], axis=2)
+            return attend_to_view(starts, seen, ages, self._shapes.kv_dtype)
+        # A slot that samples nothing writes nothing, and reads almost nothing.
+        first = jnp.where(counts > 0, self.position + starts, 0)
+        mesh = self._shapes.mesh
+        return paged_attention(self._state.table, first, counts, reader, mesh, ROLLOUT_RULES)
+
     def logits(self, hidden: Float[Array, "S D"]) -> Float32[Array, "S V"]:
         logits = jnp.matmul(hidden, self._head, preferred_element_type=jnp.float32)
         # Each tensor shard computes its part of the vocabulary. Sampling reads the whole, whatever
@@ -337,7 +366,7 @@ class Dispatch:
         self, last: Step, started: Bool[Array, "S"]
     ) -> tuple[DecodeState, Int32[Array, "m S"]]:
         """Return the next state and the packed output."""
-        state, num_tokens = self._state, self.num_tokens
+        state = self._state
         cache, token, active, remaining, stopped, tokens, logp, _, others, ids = last
         status = jnp.where(active, CONTINUES, jnp.where(started & stopped, STOPPED, 0)).astype(
             jnp.int32
@@ -357,10 +386,18 @@ class Dispatch:
         slots = state.slots.at[:, [FIELDS[name][1].start for name in now]].set(
             jnp.stack([*now.values()], axis=1)
         )
+        pages, view, recurrent = self.keep(cache, counts)
+        following = DecodeState(pages, view, slots, state.table, recurrent)
+        return following, jnp.concatenate(packed)
+
+    def keep(
+        self, cache: Any, counts: Int32[Array, "S"]
+    ) -> tuple[tuple[Pages, ...], View, tuple[RecurrentState, ...]]:
+        """Return pages, view and recurrent states, with the first tokens of each slot."""
+        state, num_tokens = self._state, self.num_tokens
         cache, recurrent = split_caches(self._shapes.policy.config, cache)
         if not self._reads_view:
-            following = DecodeState(cache, state.view, slots, state.table, recurrent)
-            return following, jnp.concatenate(packed)
+            return cache, state.view, recurrent
         computed = [
             (
                 keys[..., :num_tokens].transpose(0, 3, 1, 2),
@@ -369,5 +406,4 @@ class Dispatch:
             for keys, values in cache
         ]
         pages = write_pages(self._shapes, state.pages, computed, state.table, self.position, counts)
-        view = settle(cache, self.position, num_tokens)
-        return DecodeState(pages, view, slots, state.table, recurrent), jnp.concatenate(packed)
+        return pages, settle(cache, self.position, num_tokens), recurrent

@@ -10,7 +10,7 @@ n `engine.tokens_per_dispatch`, L layers, k experts of a token.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,8 @@ from areal_jax.engine.batch import SamplingMode, TokenMasks
 from areal_jax.engine.decode_shapes import DecodeShapes
 from areal_jax.engine.decode_state import DecodeState, EngineParams
 from areal_jax.engine.decode_step import Dispatch, Step
-from areal_jax.engine.decode_view import attend_to_view
+from areal_jax.engine.drafting import DraftDispatch
 from areal_jax.engine.drafts import DraftState, draft_tokens
-from areal_jax.models.decoder import Attend
-from areal_jax.models.paged_attention import paged_attention
 from areal_jax.parallel.sharding import ROLLOUT_RULES, on_shards, specs
 
 
@@ -38,15 +36,25 @@ def generate_drafted(
     """Sample tokens with drafts; arguments and results as of `decode_step.generate`, with two more
     rows of the output: steps in which each slot sampled, and drafts that it verified.
     """
-    dispatch = Dispatch(shapes, mode, params, state, sequences, masks)
+    own = state._replace(
+        pages=shapes.split_layers(state.pages)[0], view=shapes.split_layers(state.view)[0]
+    )
+    dispatch = Dispatch(shapes, mode, params, own, sequences, masks)
     started, remaining = dispatch.field("active") > 0, dispatch.field("remaining")
-    steps, drafts = _DraftedSteps(shapes, dispatch, state), state.drafts
+    drafting = shapes.draft and DraftDispatch(shapes, mode, params, state, dispatch)
+    steps, drafts = _DraftedSteps(shapes, dispatch, drafting), state.drafts
     assert drafts is not None
     zeros = jnp.zeros(len(started), jnp.int32)
     step = dispatch.first_step(started, remaining)
-    first = _State(jnp.int32(0), step, drafts, zeros, zeros, zeros)
+    cache = drafting and drafting.cache
+    first = _State(jnp.int32(0), step, drafts, cache, zeros, zeros, zeros)
     last = jax.lax.while_loop(steps.continues, steps.run, first)
     following, packed = dispatch.finish(last.step, started)
+    if drafting is not None:
+        pages, view = drafting.keep(last.draft_cache, last.taken, last.drafts)
+        following = following._replace(
+            pages=(*following.pages, *pages), view=(*following.view, *view)
+        )
     counts = jnp.stack([last.num_steps, last.num_drafts])
     at = 2 * dispatch.num_tokens + 3
     packed = jnp.concatenate([packed[:at], counts, packed[at:]])
@@ -60,6 +68,8 @@ class _State(NamedTuple):
     """Number of steps so far."""
     step: Step
     drafts: DraftState
+    draft_cache: Any
+    """View or pages of the draft policy; None without one."""
     taken: Int32[Array, "S"]
     """Tokens that each slot has sampled in this dispatch."""
     num_steps: Int32[Array, "S"]
@@ -71,8 +81,8 @@ class _State(NamedTuple):
 class _DraftedSteps:
     """The steps of a dispatch with drafts, during tracing."""
 
-    def __init__(self, shapes: DecodeShapes, dispatch: Dispatch, state: DecodeState):
-        self._shapes, self._dispatch, self._table = shapes, dispatch, state.table
+    def __init__(self, shapes: DecodeShapes, dispatch: Dispatch, drafting: DraftDispatch | None):
+        self._shapes, self._dispatch, self._drafting = shapes, dispatch, drafting
         self._num_fed = 1 + shapes.config.draft_tokens
         # Most tokens that each slot samples: those with a grammar one.
         limit = dispatch.slot_tokens
@@ -90,12 +100,18 @@ class _DraftedSteps:
         left = jnp.minimum(carry.remaining, self._limit - taken)
         counts = jnp.where(samples, jnp.minimum(left, width), 0)
         ahead = taken[:, None] + jnp.arange(width, dtype=jnp.int32)
-        proposed = self._draft(state.drafts, dispatch.position + taken)
+        draft_cache = state.draft_cache
+        if self._drafting is None:
+            proposed = self._match(state.drafts, dispatch.position + taken)
+        else:
+            proposed, draft_cache = self._drafting.propose(
+                draft_cache, state.drafts, carry, taken, counts
+            )
         hidden, cache, used = dispatch.feed(
-            carry,
+            carry.cache,
             jnp.concatenate([carry.token[:, None], proposed], axis=1),
             dispatch.rope_position[:, None] + ahead,
-            self._attention(taken, ahead, counts),
+            dispatch.attend_to_block(taken, width, counts),
             counts,
         )
         logits = dispatch.logits(hidden.reshape(-1, hidden.shape[2])).reshape(*ahead.shape, -1)
@@ -115,12 +131,19 @@ class _DraftedSteps:
             top_logprobs=jax.tree.map(put, carry.top_logprobs, block.top_logprobs),
             experts=experts,
         )
+        num_sampled = (block.tokens >= 0).sum(0, dtype=jnp.int32)
+        unread = state.drafts.unread
+        if unread is not None:
+            # Of all drafts the policy has read the last one, too.
+            unread = jnp.where(counts > 0, (num_sampled == width).astype(jnp.int32), unread)
         history, after = state.drafts.history, dispatch.position + taken + 1
+        history = _place_block(history, block.tokens.T, after, 0)
         return _State(
             state.i + 1,
             following,
-            state.drafts._replace(history=_place_block(history, block.tokens.T, after, 0)),
-            taken + (block.tokens >= 0).sum(0, dtype=jnp.int32),
+            state.drafts._replace(history=history, unread=unread),
+            draft_cache,
+            taken + num_sampled,
             state.num_steps + (counts > 0),
             state.num_drafts + jnp.maximum(counts - 1, 0),
         )
@@ -170,8 +193,8 @@ class _DraftedSteps:
             samples = samples & is_accepted
         return block
 
-    def _draft(self, state: DraftState, positions: Int32[Array, "S"]) -> Int32[Array, "S N"]:
-        """Return the drafts, on each device those of its own slots."""
+    def _match(self, state: DraftState, positions: Int32[Array, "S"]) -> Int32[Array, "S N"]:
+        """Return the drafts of earlier n-grams, on each device those of its own slots."""
         mesh, count = self._shapes.mesh, self._num_fed - 1
         slots = specs(mesh, ("slots",), (state, positions), ROLLOUT_RULES)
 
@@ -179,27 +202,6 @@ class _DraftedSteps:
             return draft_tokens(state, positions, count)
 
         return on_shards(draft, mesh, slots, slots[1])(state, positions)
-
-    def _attention(
-        self, taken: Int32[Array, "S"], ahead: Int32[Array, "S U"], counts: Int32[Array, "S"]
-    ) -> Attend:
-        """Return the attention of last tokens and drafts to the view or to the pages.
-
-        Columns and pages of rejected drafts are written again by the next step.
-        """
-        dispatch, reader = self._dispatch, self._shapes.reader
-        if reader == "view":
-            fresh = dispatch.steps <= ahead[:, :, None]
-            past = jnp.broadcast_to(dispatch.past[:, None], (*ahead.shape, dispatch.past.shape[1]))
-            positions = (dispatch.position[:, None] + ahead)[:, :, None]
-            ages = positions - dispatch.positions[:, None]
-            seen = jnp.concatenate([fresh, past], axis=2)
-            return attend_to_view(taken, seen, ages, self._shapes.kv_dtype)
-        # A slot that samples nothing writes nothing, and reads almost nothing.
-        starts = jnp.where(counts > 0, dispatch.position + taken, 0)
-        return paged_attention(
-            self._table, starts, counts, reader, self._shapes.mesh, ROLLOUT_RULES
-        )
 
 
 def _place_block(into: Array, block: Array, starts: Int32[Array, "S"], slots_axis: int) -> Array:

@@ -8,11 +8,14 @@ Axes: S slots, T tokens of a sequence, N drafts, B recorded sequences.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
+
+from areal_jax.models.decoder import Params, Policy
 
 NGRAM_TOKENS = 4
 """Last tokens of a sequence that are compared."""
@@ -23,6 +26,14 @@ the embedded policy, 8 samples of a problem of `aime` and 3 drafts, a step sampl
 none, 1.24 with one, 1.30 with all."""
 
 
+class DraftPolicy(NamedTuple):
+    """A smaller policy that proposes drafts (`drafting.py`)."""
+
+    policy: Policy
+    load: Callable[[Any], Params]
+    """Loads its weights, given a sharding for each."""
+
+
 class DraftState(NamedTuple):
     """Tokens from which drafts are taken."""
 
@@ -30,6 +41,8 @@ class DraftState(NamedTuple):
     """Tokens of the sequence that each slot decodes or decoded last; undefined after its end."""
     prompts: Int32[Any, "S"]
     """Checksum of that sequence's prompt: slots with the same one have samples of one prompt."""
+    unread: Int32[Any, "S"] | None = None
+    """Tokens before the last one, 0 or 1, that the draft policy has not read; None without one."""
 
 
 def record_sequences(
@@ -39,9 +52,11 @@ def record_sequences(
     prompts: Int32[Array, "B"],
 ) -> DraftState:
     """Replace the sequences of slots; those of slots beyond the last are dropped."""
+    unread = state.unread
     return DraftState(
         state.history.at[slots].set(tokens, mode="drop"),
         state.prompts.at[slots].set(prompts, mode="drop"),
+        None if unread is None else unread.at[slots].set(0, mode="drop"),
     )
 
 

@@ -11,7 +11,7 @@ import jax
 from areal_jax.data.grammars import Grammars
 from areal_jax.engine.batch import PrefillChunk, SamplingMode, TokenMasks
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.engine.decode_state import DecodeState
+from areal_jax.engine.decode_state import DecodeState, EngineParams
 from areal_jax.engine.engine_metrics import EngineMetrics
 from areal_jax.engine.expert_log import ExpertLog
 from areal_jax.engine.prompt_images import PromptImages
@@ -38,6 +38,8 @@ class EngineCore:
     """
 
     _state: DecodeState
+    _draft: EngineParams
+    """Parameters of the draft policy, which the programs read beside those of the policy."""
 
     def __init__(
         self, engine: DecodeEngine, metrics: EngineMetrics, grammars: Grammars | None = None
@@ -73,17 +75,20 @@ class EngineCore:
         self._device_idle_since: float | None = None
 
     def start(self) -> None:
-        """Allocate the decode state."""
+        """Load the draft policy, if there is one, and allocate the decode state."""
+        self._draft = self._engine.load_draft()
         self._state = self._engine.init_state()
 
     def release(self) -> None:
         """Free weights and decode state; nothing is decoded afterwards."""
         self.weights = Weights(self.weights.version, None)
-        vars(self).pop("_state", None)
+        for name in ("_state", "_draft"):
+            vars(self).pop(name, None)
 
     def update_weights(self, newest: Weights) -> None:
         """Swap to newer weights; invalidate cached prefixes, rebuild or keep running sequences."""
         start_s = time.perf_counter()
+        newest = Weights(newest.version, {**newest.params, **self._draft})
         old, self.weights = self.weights, newest
         num_recomputed = 0
         # Equal weights leave every page as it is, so that such a swap changes no output bit.

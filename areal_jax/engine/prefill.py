@@ -5,7 +5,7 @@ Axes: B rows, T tokens, S slots, K key-value heads, H head size, M pages of a sl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32, Shaped
 
-from areal_jax.engine.decode_shapes import DecodeShapes
+from areal_jax.engine.decode_shapes import DRAFT, DecodeShapes
 from areal_jax.engine.decode_state import EngineParams, join_caches, split_caches
 from areal_jax.models.attention import choose_kernel, sharded_attention
 from areal_jax.models.decoder import Attend
@@ -116,6 +116,24 @@ def extend(
     )
     pages, states = split_caches(config, caches)
     return (pages, write_states(shapes, recurrent, states, slots)), recorded_experts(routing)
+
+
+def with_draft(
+    run: Callable[..., tuple[Kept, Any]],
+    shapes: DecodeShapes,
+    params: EngineParams,
+    kept: Kept,
+    *batch: Any,
+) -> tuple[Kept, Any]:
+    """Run `prefill` or `extend` for the policy and, with the same page table, for its draft
+    policy.
+    """
+    pages, recurrent = kept
+    own, drafting = shapes.split_layers(pages)
+    (own, recurrent), experts = run(shapes, params, (own, recurrent), *batch)
+    if shapes.draft is not None:
+        (drafting, _), _ = run(shapes.draft, params[DRAFT], (drafting, ()), *batch)
+    return ((*own, *drafting), recurrent), experts
 
 
 def encode(

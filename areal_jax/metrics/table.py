@@ -43,7 +43,12 @@ _ROLLOUT = (
     Entry("preemptions", "requests preempted because KV-cache pages ran out", "requests", "near 0"),
     Entry("draft_tokens", "verified drafts of speculative decoding", "tokens"),
     Entry("accepted_draft_tokens", "accepted drafts of speculative decoding", "tokens"),
-    Entry("draft_acceptance", "share of verified drafts that were accepted", "share"),
+    Entry(
+        "draft_acceptance",
+        "share of verified drafts that were accepted; those of engine.draft_policy fall as the "
+        "trained policy moves away from it",
+        "share",
+    ),
     Entry("kv_used", "share of KV-cache pages in use, mean over dispatches", "share", "below 0.95"),
     Entry("occupancy", "share of slot-steps that sampled a token", "share", "above 0.5"),
     Entry("host_gap_us", "device idle time between two dispatches", "us", "below 1000"),

@@ -180,19 +180,20 @@ def copy_job(plan: Plan, *, moves: bool) -> Job:
 def engine_jobs(plan: Plan) -> Iterator[Job]:
     engine = plan.engine
     weights = bytes_per_device(engine.shapes.params, shardings_of(engine.shapes.params))
-    config = engine.config
+    config, draft = engine.config, engine.draft_bytes()
+    alone = "init", "same_weights", "lay_out_draft"
+    # Each step of the policy is one, too, of the draft policy for each draft.
+    read = weights - draft + config.draft_tokens * draft + engine.kv_bytes()
     for name, compile_it in engine.list_programs():
         decodes = name.startswith("generate")
         yield Job(
             program=(f"engine {name}", compile_it),
             mesh=engine.mesh,
             # An update brings the next weights while these decode.
-            beside_bytes=0 if name in ("init", "same_weights") else weights,
+            beside_bytes=0 if name in alone else weights - draft,
             decode_steps=config.steps_per_dispatch if decodes else 0,
             decoded_tokens=config.num_slots * config.tokens_per_dispatch if decodes else 0,
-            decode_bytes=config.steps_per_dispatch * (weights + engine.kv_bytes())
-            if decodes
-            else 0.0,
+            decode_bytes=config.steps_per_dispatch * read if decodes else 0.0,
         )
 
 

@@ -24,6 +24,7 @@ from areal_jax.engine.decode import DecodeEngine
 from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models.architecture import ModelConfig, Readout
 from areal_jax.models.decoder import Policy
+from areal_jax.models.paged_attention import choose_paged_kernel, stored_head_dim
 from areal_jax.parallel.compilation import Compiler, compile_lowered
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import (
@@ -38,6 +39,7 @@ from areal_jax.parallel.torus import order_devices
 from areal_jax.records import derive_seed
 from areal_jax.rl.config import GAE
 from areal_jax.run.checks import find_mismatches
+from areal_jax.run.draft_policies import find_draft_policy, random_draft_policy
 from areal_jax.run.frozen_models import find_frozen_models
 from areal_jax.run.memory_checks import shard_to_fit
 from areal_jax.run.models import (
@@ -112,6 +114,7 @@ def make_shape_plan(
     model: ModelConfig,
     devices: Sequence[jax.Device],
     compiler: Compiler = compile_lowered,
+    draft: ModelConfig | None = None,
 ) -> Plan:
     """Make a plan to compile, without weights, tasks and a tokenizer of its own.
 
@@ -123,6 +126,7 @@ def make_shape_plan(
         model: shape of the policy.
         devices: devices to cut the meshes from.
         compiler: compiles the programs.
+        draft: shape of the draft policy of engine.draft_policy.
 
     Raises:
         ConfigError: the shape does not fit the settings or the devices.
@@ -130,7 +134,8 @@ def make_shape_plan(
     row_tokens = experiment.trainer.row_tokens or experiment.engine.max_tokens
     with config_errors():
         meshes, policy = _make_meshes(experiment, devices), Policy(model)
-        experiment = _with_caches_that_fit(experiment, model, meshes.rollout)
+        experiment = _with_caches_that_fit(experiment, model, draft, meshes.rollout)
+        dtype = compute_dtype(experiment.policy.compute_dtype, meshes.train)
         check_row_shards(policy, meshes.train, row_tokens)
         training = shard_to_fit(
             TrainingPlan(
@@ -140,11 +145,12 @@ def make_shape_plan(
                 frozen_models=(),
                 image_reader=None,
                 tokenizer=load_tokenizer(EMBEDDED, None),
-                compute_dtype=compute_dtype(experiment.policy.compute_dtype, meshes.train),
+                compute_dtype=dtype,
                 train_mesh=meshes.train,
                 row_tokens=row_tokens,
                 critic=None,
                 critic_folder=None,
+                draft=draft and random_draft_policy(draft, dtype),
                 compiler=compiler,
             )
         )
@@ -188,18 +194,21 @@ def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
         tokenizer = load_tokenizer(folder, image_reader, experiment.policy.ignore_config_keys)
         policy = with_pad_token(policy, tokenizer, folder)
         critic = critic and with_pad_token(critic, tokenizer, folder)
+        dtype = compute_dtype(experiment.policy.compute_dtype, mesh)
+        draft = find_draft_policy(experiment.engine, experiment.policy, tokenizer, dtype)
         plan = TrainingPlan(
             experiment=experiment,
             policy_folder=folder,
             policy=policy,
             frozen_models=find_frozen_models(experiment, policy, tokenizer, mesh, row_tokens),
             tokenizer=tokenizer,
-            compute_dtype=compute_dtype(experiment.policy.compute_dtype, mesh),
+            compute_dtype=dtype,
             train_mesh=mesh,
             row_tokens=row_tokens,
             critic=critic,
             critic_folder=critic_folder,
             image_reader=image_reader,
+            draft=draft,
         )
         for each in filter(None, (policy, critic)):
             check_row_shards(each, mesh, row_tokens)
@@ -237,20 +246,36 @@ def find_examples(
     )
 
 
-def _with_caches_that_fit(experiment: Experiment, model: ModelConfig, rollout: Mesh) -> Experiment:
-    """Return the experiment with the KV caches that fit beside two versions of the weights; as it
-    is where all fit, or not even those of one sequence of each shard.
+def _with_caches_that_fit(
+    experiment: Experiment, model: ModelConfig, draft: ModelConfig | None, rollout: Mesh
+) -> Experiment:
+    """Return the experiment with the KV caches that fit beside two versions of the weights, and
+    those of the draft policy; as it is where all fit, or not even those of one sequence of each
+    shard.
     """
     engine, kind = experiment.engine, rollout.devices.flat[0].device_kind
     if engine.kv_tokens:
         return experiment
     tensor, page = rollout.shape["tensor"], engine.page_tokens
     costs = EngineCosts(model, device_of_kind(kind)[1], tensor, Efficiency(memory=CACHE_SHARE))
-    per_shard = costs.kv_tokens_beside(2)
+    room = costs.kv_tokens_beside(2) * model.cached_per_token
+    per_token = _stored_per_token(model, rollout, page)
+    if draft is not None:
+        room -= draft.num_params
+        per_token += _stored_per_token(draft, rollout, page)
+    per_shard = room // per_token
     fits = per_shard // page * page * rollout.size // tensor
     if per_shard < engine.max_tokens + 2 * page or fits >= engine.num_slots * engine.max_tokens:
         return experiment
     return chz.replace(experiment, engine=chz.replace(engine, kv_tokens=fits))
+
+
+def _stored_per_token(model: ModelConfig, rollout: Mesh, page_tokens: int) -> int:
+    """Return the numbers that pages hold of a token, with the padding of heads."""
+    latent, platform = model.latent, rollout.devices.flat[0].platform
+    size = model.head_dim if latent is None else latent.width
+    kernel = choose_paged_kernel(platform, size, page_tokens, is_latent=latent is not None)
+    return model.cached_per_token * stored_head_dim(kernel, size) // size
 
 
 def _make_engines(

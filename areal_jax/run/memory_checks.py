@@ -16,7 +16,7 @@ from areal_jax.parallel.mesh import finer_meshes
 from areal_jax.run.plan import Memory, Plan, TrainingPlan
 from areal_jax.sim.hardware import device_of_kind
 
-RESIDENT = ("frozen", "parameters", "optimizer", "weights")
+RESIDENT = ("frozen", "parameters", "optimizer", "weights", "draft policy")
 """Purposes of memory that is held all the time and known exactly."""
 
 
@@ -125,6 +125,10 @@ def _relief(plan: Plan) -> str:
         "logits": "lower trainer.logp_chunk_tokens",
         **{spec.name: offload(f"trainer.{spec.name}", spec.offload) for spec in plan.frozen_models},
         "engine's weights": "cut over more devices with placement.rollout_tensor",
+        "engine's draft policy": (
+            "name a smaller engine.draft_policy, or cut over more devices with "
+            "placement.rollout_tensor"
+        ),
         "engine's KV caches": (
             "set engine.kv_tokens, or lower engine.num_slots or engine.max_new_tokens"
         ),

@@ -37,6 +37,7 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import compute_dtype, make_rollout_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, Rules, abstract, shardings
 from areal_jax.records import Weights, derive_seed
+from areal_jax.run.draft_policies import find_draft_policy
 from areal_jax.storage import fetch_objects, local_path
 from areal_jax.trainer.state import trained
 
@@ -332,8 +333,9 @@ def find_decoding_policy(
         policy = find_policy(config, folder, setting=setting)
         dtype = compute_dtype(config.compute_dtype, mesh)
         reader = find_image_reader(folder, policy.config)
-        engine = DecodeEngine(policy, mesh, engine_config, dtype, image_reader=reader)
         tokenizer = load_tokenizer(folder, reader, config.ignore_config_keys)
+        draft = find_draft_policy(engine_config, config, tokenizer, dtype, setting)
+        engine = DecodeEngine(policy, mesh, engine_config, dtype, image_reader=reader, draft=draft)
     if problems := list(find_too_long(engine, f"{setting}={config.path}")):
         raise ConfigError("\n".join(problems))
     return DecodingPolicy(

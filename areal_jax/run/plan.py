@@ -19,6 +19,7 @@ from areal_jax.data.sources import TaskSet
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.drafts import DraftPolicy
 from areal_jax.models.decoder import Policy
 from areal_jax.models.vision.image_reader import ImageReader
 from areal_jax.parallel.compilation import Compiler, compile_lowered
@@ -65,6 +66,8 @@ class TrainingPlan:
     """Folder of the critic's weights: its own, or those of its trunk."""
     image_reader: ImageReader | None
     """Reads images; None if the policy does not."""
+    draft: DraftPolicy | None = None
+    """Policy that proposes drafts to the engines."""
     compiler: Compiler = compile_lowered
     """Compiles the programs of trainer and engines."""
 
@@ -77,6 +80,7 @@ class TrainingPlan:
             self.compute_dtype,
             image_reader=self.image_reader,
             compiler=self.compiler,
+            draft=self.draft,
         )
 
     def train_bytes(self) -> Memory:
@@ -154,7 +158,8 @@ class Plan(TrainingPlan):
 
     def rollout_bytes(self) -> Memory:
         """Bytes that decoding takes on each device of its mesh: the weights, a second copy of the
-        trained ones during an update, the KV caches, and both of each opponent.
+        trained ones during an update, the KV caches, and both of each opponent; with a draft
+        policy, its weights, and its KV caches among the others.
         """
         if not self.decodes:
             return {}
@@ -166,12 +171,15 @@ class Plan(TrainingPlan):
                 jax.eval_shape(engine.layout, self.policy.abstract()), engine.base_shardings
             )
         sizes = {"weights": weights, "KV caches": engine.kv_bytes()}
+        if self.draft is not None:
+            sizes["draft policy"] = engine.draft_bytes()
         workflow = self.experiment.workflow
         if isinstance(workflow, Environment) and workflow.opponents:
             each = bytes_per_device(
                 jax.eval_shape(engine.layout, self.policy.abstract()), engine.base_shardings
             )
-            sizes["opponents"] = len(set(workflow.opponents)) * (each + engine.kv_bytes())
+            each += engine.kv_bytes() + engine.draft_bytes()
+            sizes["opponents"] = len(set(workflow.opponents)) * each
         if (scorer := self.reward_model) is not None:
             sizes["reward model"] = frozen_bytes(scorer.policy, scorer.mesh, self.compute_dtype)
         return sizes

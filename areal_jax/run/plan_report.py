@@ -34,6 +34,7 @@ def plan_text(plan: Plan) -> str:
         ("trained", _trained(plan)),
         *_critic(plan),
         *((spec.name, _frozen_model(spec)) for spec in plan.frozen_models),
+        *_draft_policy(plan),
         ("data", _data(plan)),
         ("training", _training(plan)),
         ("evaluation", "; ".join(filter(None, (_held_out(plan), _pass_at_1(plan)))) or "none"),
@@ -96,6 +97,13 @@ def _frozen_model(spec: FrozenModelSpec) -> str:
     where = ", in the host's memory" if spec.offload else ""
     weights = "the weights that training starts from" if spec.folder is None else spec.path
     return f"{weights} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters{where})"
+
+
+def _draft_policy(plan: Plan) -> Iterator[tuple[str, str]]:
+    if plan.draft is not None:
+        path, model = plan.experiment.engine.draft_policy, plan.draft.policy.config
+        size = f"{model.num_params / 1e6:,.1f} M parameters"
+        yield "draft policy", f"{path} ({model.architecture}, {size})"
 
 
 def _data(plan: Plan) -> str:

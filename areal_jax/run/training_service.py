@@ -19,6 +19,7 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import compute_dtype, make_train_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES
+from areal_jax.run.draft_policies import find_draft_policy
 from areal_jax.run.models import decoding_mesh, find_policy, initial_params, load_tokenizer
 from areal_jax.tinker.catalog import ServedPolicy
 from areal_jax.tinker.config import TinkerConfig
@@ -51,7 +52,8 @@ async def training_service(
         policy = find_policy(policy_config, folder, setting="model")
         train_mesh = make_train_mesh(placement, list(rollout_mesh.devices.flat))
         tokenizer = load_tokenizer(folder, None)
-    dtype = compute_dtype(config.compute_dtype, rollout_mesh)
+        dtype = compute_dtype(config.compute_dtype, rollout_mesh)
+        draft = find_draft_policy(config.engine, policy_config, tokenizer, dtype, "model")
 
     def load(mesh: jax.sharding.Mesh, rules: dict[str, tuple[str, ...]], exact: bool) -> Params:
         # Frozen parameters are in the compute dtype, trained ones in float32.
@@ -75,7 +77,9 @@ async def training_service(
     def make_engine(shape: LoRA | None) -> DecodeEngine:
         num_adapters = 0 if shape is None else config.limits.max_adapters
         adapted = Policy(policy.config, shape)
-        return DecodeEngine(adapted, rollout_mesh, config.engine, dtype, num_adapters=num_adapters)
+        return DecodeEngine(
+            adapted, rollout_mesh, config.engine, dtype, num_adapters=num_adapters, draft=draft
+        )
 
     with config_errors():
         if problems := list(find_too_long(make_engine(None), f"model={config.model}")):

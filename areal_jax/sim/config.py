@@ -46,6 +46,12 @@ class ClusterQuestion:
         default="recompute",
         doc="KV caches of running sequences at a weight update: recomputed or kept",
     )
+    draft_tokens: int = chz.field(
+        default=0, doc="engine.draft_tokens of the programs that --compile-for compiles"
+    )
+    draft_policy: str = chz.field(
+        default="", doc="known model, or folder with a config.json, that proposes the drafts there"
+    )
     slots: int = chz.field(
         default=256,
         doc="slots of the smallest engine, if its memory holds them",

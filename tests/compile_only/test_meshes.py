@@ -139,14 +139,24 @@ def test_parameters_that_do_not_fit_are_cut_over_more_devices() -> None:
     assert plan(large).train_mesh.shape["fsdp"] == 64
 
 
-def test_a_plan_of_a_shape_has_kv_caches_that_fit() -> None:
-    engine = EngineConfig(num_slots=2048, max_prompt_tokens=1024, max_new_tokens=15360)
+@pytest.mark.parametrize("draft_policy", ["", "qwen2.5-0.5b"])
+def test_a_plan_of_a_shape_has_kv_caches_that_fit(draft_policy: str) -> None:
+    engine = EngineConfig(
+        num_slots=2048,
+        max_prompt_tokens=1024,
+        max_new_tokens=15360,
+        draft_tokens=1,
+        draft_policy=draft_policy,
+    )
     placement = PlacementConfig(train_devices=8, rollout_devices=8)
     experiment = Experiment(name="x", num_steps=1, engine=engine, placement=placement)
     model = known_shape("qwen2.5-1.5b")
-    found = make_shape_plan(experiment, model, devices_of("v6e:4x4")).engine
-    # Beside two versions of the weights, in bfloat16, of 31.25 GiB.
-    assert 0.75 * 2**35 < found.kv_bytes() + 2 * 2 * model.num_params < 0.9 * 2**35
+    draft = known_shape(draft_policy) if draft_policy else None
+    found = make_shape_plan(experiment, model, devices_of("v6e:4x4"), draft=draft).engine
+    # Beside two versions of the weights, in bfloat16, of 31.25 GiB, and those of the draft policy.
+    assert (found.draft_bytes() > 2**29) == (draft is not None)
+    taken = found.kv_bytes() + 2 * 2 * model.num_params + found.draft_bytes()
+    assert 0.75 * 2**35 < taken < 0.9 * 2**35
 
 
 def test_only_the_first_axis_crosses_slices() -> None:

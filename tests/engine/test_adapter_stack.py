@@ -17,6 +17,7 @@ from tiny_decode import CONFIG, POLICY, answer, laid_out, params_of, request, sa
 from tiny_decode import engine as plain_engine
 
 from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.drafts import DraftPolicy
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models import lora
 from areal_jax.models.attention import packed_attention
@@ -99,12 +100,19 @@ def test_adapters_in_one_batch_get_what_each_gets_alone() -> None:
     np.testing.assert_allclose(together[0][0].logp, expected, atol=1e-3)
 
 
-def test_drafts_leave_the_samples_of_every_adapter() -> None:
+@pytest.mark.parametrize("draft_policy", ["", pytest.param("base", marks=pytest.mark.slow)])
+def test_drafts_leave_the_samples_of_every_adapter(draft_policy: str) -> None:
     both = Pinned(Weights(0, stacked({0: (0, 1), 2: (1, 2)})))
     requests = asked("a", 0), asked("b", 2), asked("base", 1)
-    config = chz.replace(CONFIG, draft_tokens=2)
+    config = chz.replace(CONFIG, draft_tokens=2, draft_policy=draft_policy)
+    base = DraftPolicy(POLICY, lambda placed: jax.device_put(params_of(0), placed))
     drafted = DecodeEngine(
-        BUCKET, plain_engine().mesh, config, jnp.float32, num_adapters=NUM_ADAPTERS
+        BUCKET,
+        plain_engine().mesh,
+        config,
+        jnp.float32,
+        num_adapters=NUM_ADAPTERS,
+        draft=base if draft_policy else None,
     )
     for found, expected in zip(
         answer(drafted, both, *requests), answer(engine(), both, *requests), strict=True

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import chz
@@ -16,19 +17,23 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 from test_grammars import constrained, grammars
+from test_recurrent_states import POLICY as RECURRENT
 from tiny_decode import LATENT_ATTENTION, request, same_samples, with_engine_loop
 from tiny_runs import TINY_SIZES
 
 from areal_jax.data.grammars import regex_grammar
-from areal_jax.engine.batch import SamplingMode
+from areal_jax.data.policy_files import EMBEDDED_VISION
+from areal_jax.engine.batch import PrefillChunk, SamplingMode, empty_slots
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.decode_state import EngineParams, Reader
-from areal_jax.engine.drafts import DraftState, draft_tokens
+from areal_jax.engine.drafts import DraftPolicy, DraftState, draft_tokens
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.hf import read_config
+from areal_jax.models.paged_attention import read_pages
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Completion, Request, Weights
@@ -67,6 +72,17 @@ CONFIG = EngineConfig(
     request_timeout_s=120,
 )
 DRAFTED = chz.replace(CONFIG, draft_tokens=3)
+# Draft policies: the policy itself with the weights of seed 0, and a smaller one that guesses.
+SAME, GUESSING = (chz.replace(DRAFTED, draft_policy=each) for each in ("same", "guessing"))
+SMALLER: Mapping[str, object] = {
+    "hidden_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    # Padded to another size than the policy's, and smaller than the largest token.
+    "vocab_size": 60,
+}
 PROMPT = (5, 9, 33, 2, 17)
 # Groups and single samples; all sampling modes that filter; a stop token that ends answers early;
 # budgets that end within accepted drafts; more samples than slots.
@@ -87,14 +103,31 @@ def policy_of(family: str) -> Policy:
 @cache
 def params_of(family: str, seed: int) -> Params:
     """Random parameters whose layers change the next token seldom enough for drafts to be right."""
-    rng = np.random.default_rng(seed)
-    random = jax.tree.map(
-        lambda leaf: jnp.asarray(
-            3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
-        ),
-        policy_of(family).abstract(),
-    )
+    random = random_params(policy_of(family), seed, 3)
     return random | {"layers": jax.tree.map(lambda leaf: leaf / 2, random["layers"])}
+
+
+def random_params(policy: Policy, seed: int, scale: float) -> Params:
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(
+            scale * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
+        ),
+        policy.abstract(),
+    )
+
+
+def draft_of(name: str, family: str) -> DraftPolicy | None:
+    if not name:
+        return None
+    policy, params = policy_of(family), params_of(family, 0)
+    if name == "similar":
+        params = jax.tree.map(lambda a, b: 0.95 * a + 0.05 * b, params, params_of(family, 1))
+    if name == "guessing":
+        sizes = {**TINY_SIZES, **FAMILIES[family], **SMALLER}
+        policy = Policy(ModelConfig.from_hf(sizes, source="a test"))
+        params = random_params(policy, 5, 2)
+    return DraftPolicy(policy, lambda placed: jax.device_put(params, placed))
 
 
 @cache
@@ -103,7 +136,8 @@ def engine_of(
 ) -> DecodeEngine:
     placement = PlacementConfig(rollout_devices=tensor**2, train_devices=1, rollout_tensor=tensor)
     mesh = make_meshes(placement, jax.devices()[: tensor**2 + 1]).rollout
-    return DecodeEngine(policy_of(family), mesh, config, jnp.float32, reader)
+    draft = draft_of(config.draft_policy, family)
+    return DecodeEngine(policy_of(family), mesh, config, jnp.float32, reader, draft=draft)
 
 
 @cache
@@ -213,28 +247,141 @@ def test_tokens_are_those_without_drafts(family: str, reader: Reader, tensor: in
     assert {each.stop_reason for each in found} == {"stop", "length"}
 
 
-@pytest.mark.parametrize("kv_dtype", ["compute", "int8"])
+@pytest.mark.parametrize(
+    ("family", "reader", "tensor", "draft_policy"),
+    [
+        ("dense", "view", 1, "same"),
+        ("dense", "plain", 2, "guessing"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("dense", "plain", 1, "same"),
+                ("dense", "view", 2, "same"),
+                ("dense", "view", 1, "guessing"),
+                ("window", "view", 1, "same"),
+                ("window", "plain", 1, "same"),
+                ("experts", "view", 2, "same"),
+                ("latent", "plain", 1, "same"),
+                ("sinks", "view", 1, "same"),
+            ]
+        ),
+    ],
+)
+def test_a_draft_policy_changes_no_sample(
+    family: str, reader: Reader, tensor: int, draft_policy: str
+):
+    replay = family in ("experts", "latent")
+    config = chz.replace(DRAFTED, draft_policy=draft_policy)
+    plain, drafted = (
+        engine_of(chz.replace(each, router_replay=replay), family, reader, tensor)
+        for each in (CONFIG, config)
+    )
+    expected, _ = run(plain, family=family)
+    found, metrics = run(drafted, family=family)
+    same_samples(found, expected, atol=1e-4)
+    for mine, other in zip(found, expected, strict=True):
+        if mine.experts is not None and other.experts is not None:
+            np.testing.assert_array_equal(mine.experts, other.experts)
+    if draft_policy == "same":
+        # After a stop token, the other drafts of a step are not accepted.
+        assert metrics["draft_acceptance"][0] > 0.95 * metrics["draft_acceptance"][1]
+    else:
+        assert metrics["draft_acceptance"][0] < 0.05 * metrics["draft_acceptance"][1]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+def test_drafts_of_the_policy_itself_are_accepted(num_drafts: int):
+    # Prompts of one token, of several prefill chunks, and of a cached prefix; one step in each
+    # dispatch, which begins with what the draft policy has not read.
+    config = chz.replace(
+        SAME,
+        draft_tokens=num_drafts,
+        prefill_chunk_tokens=8,
+        steps_per_dispatch=1,
+        max_prompt_tokens=40,
+        num_slots=2,
+    )
+    prompt = tuple(range(1, 39))
+    requests = [
+        request("a", (8,), 2, max_new_tokens=40),
+        request("b", prompt, 2, max_new_tokens=40, temperature=0.8),
+        request("c", (*prompt[:25], 3), 1, max_new_tokens=40, top_k=5, top_p=0.9),
+    ]
+    found, metrics = run(engine_of(config, reader="view"), requests)
+    drafted = engine_of(chz.replace(config, draft_tokens=0, draft_policy=""), reader="view")
+    same_samples(found, run(drafted, requests)[0], atol=1e-4)
+    accepted, verified = metrics["draft_acceptance"]
+    assert accepted > 0.99 * verified
+    # Nearly all steps sample num_drafts + 1 tokens.
+    assert metrics["occupancy"][0] < 1.1 * metrics["tokens"][0] / (num_drafts + 1)
+
+
+@pytest.mark.parametrize("reader", ["view", pytest.param("plain", marks=pytest.mark.slow)])
+def test_decoded_pages_are_those_of_a_prefill(reader: Reader):
+    config = chz.replace(
+        DRAFTED, num_slots=2, steps_per_dispatch=1, draft_tokens=1, draft_policy="similar"
+    )
+    engine = engine_of(config, reader=reader)
+    params = laid_out(engine, "dense", 0) | engine.load_draft()
+    tokens = np.asarray(PROMPT, np.int32)
+    table = np.arange(2 * engine.pages_per_slot, dtype=np.int32).reshape(2, -1)
+    state = engine.point(engine.init_state(), table)
+    state = engine.prefill(params, state, [PrefillChunk(tokens[:-1], 0, table[0].tolist())])
+    state = engine.insert(state, {0: len(tokens) - 1})
+    state = engine.record(state, {0: (tokens, 0)})
+    slots = empty_slots(2)
+    slots[["token", "position", "remaining", "active"]][0] = tokens[-1], len(tokens) - 1, 40, 1
+    state, unread = engine.assign_slot(state, slots), [0]
+    while len(tokens) < 36:
+        state, packed = engine.generate(params, state)
+        sampled = engine.fetch(packed).tokens[:, 0]
+        tokens = np.concatenate([tokens, sampled[sampled >= 0]])
+        assert state.drafts is not None
+        unread.append(int(np.asarray(state.drafts.unread)[0]))
+    # The draft policy is behind after some dispatches, and then catches up.
+    assert {*pairwise(unread)} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    state = engine.prefill(params, state, [PrefillChunk(tokens[:-1], 0, table[1].tolist())])
+    for i, layer in enumerate(state.pages):
+        count = len(tokens) - 1 - (unread[-1] if i >= 2 else 0)
+        decoded, filled = (read_pages(layer, jnp.asarray(ids), jnp.float32) for ids in table)
+        for mine, other in zip(decoded, filled, strict=True):
+            np.testing.assert_allclose(mine[:, :count], other[:, :count], atol=1e-4)
+
+
+@pytest.mark.parametrize("drafted_config", [DRAFTED, SAME], ids=["ngrams", "policy"])
+@pytest.mark.parametrize(
+    ("kv_dtype", "on_update"),
+    [("compute", "recompute"), ("compute", "keep"), ("int8", "recompute")],
+)
 @pytest.mark.slow
 def test_drafts_survive_preemption_and_rebuilt_caches(
-    kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+    kv_dtype: str, on_update: str, drafted_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ):
     # 30 pages for 8 sequences of up to 11; equal weights, whose arrival rebuilds the caches. They
     # arrive at other tokens with drafts than without, and quantized caches differ by rounding.
     plain, drafted = (
-        engine_of(chz.replace(config, kv_tokens=120, kv_dtype=kv_dtype), reader="plain")
-        for config in (CONFIG, DRAFTED)
+        engine_of(
+            chz.replace(config, kv_tokens=120, kv_dtype=kv_dtype, on_update=on_update),
+            reader="plain",
+        )
+        for config in (CONFIG, drafted_config)
     )
     monkeypatch.setattr(drafted, "same_weights", lambda old, new: False)
     found, metrics = run(drafted, arrivals=((0, 0), (3, 0), (5, 0)))
     same_samples(found, run(plain)[0], atol=1e-4 if kv_dtype == "compute" else 0.2)
-    assert metrics["preemptions"][0] > 0 and metrics["recompute_tokens"][0] > 0
+    assert metrics["preemptions"][0] > 0
+    assert (metrics["recompute_tokens"][0] > 0) == (on_update == "recompute")
+    if drafted_config.draft_policy:
+        # The caches of the draft policy are rebuilt, too, or kept.
+        assert metrics["draft_acceptance"][0] > 0.9 * metrics["draft_acceptance"][1]
     assert len({version for each in found for version in each.versions.tolist()}) == 3
 
 
+@pytest.mark.parametrize("config", [DRAFTED, SAME], ids=["ngrams", "policy"])
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
 @pytest.mark.slow
-def test_logp_is_that_of_the_token_version(on_update: str):
-    engine = engine_of(chz.replace(DRAFTED, on_update=on_update))
+def test_logp_is_that_of_the_token_version(on_update: str, config: EngineConfig):
+    engine = engine_of(chz.replace(config, on_update=on_update))
     requests = [
         replace(each, sampling=replace(each.sampling, top_k=0, top_p=1.0))
         for each in REQUESTS
@@ -268,7 +415,7 @@ def logprobs(
     policy: Policy, params: Params, tokens: np.ndarray, temperature: float = 1.0
 ) -> np.ndarray:
     """Log-probs of the tokens of sequences of one length, by a full forward."""
-    padded = jnp.asarray(np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 64))))
+    padded = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, -tokens.shape[1] % 64)))
     ones, places = jnp.ones_like(padded), jnp.arange(padded.shape[1])
     hidden = policy.hidden(
         params,
@@ -282,7 +429,10 @@ def logprobs(
     return np.asarray(found)[:, : tokens.shape[1]]
 
 
-def test_shaped_samples_and_top_logprobs_are_those_without_drafts():
+@pytest.mark.parametrize(
+    "config", [DRAFTED, pytest.param(SAME, marks=pytest.mark.slow)], ids=["ngrams", "policy"]
+)
+def test_shaped_samples_and_top_logprobs_are_those_without_drafts(config: EngineConfig):
     shaped = [
         replace(each, sampling=replace(each.sampling, **settings))
         for each, settings in zip(
@@ -297,7 +447,7 @@ def test_shaped_samples_and_top_logprobs_are_those_without_drafts():
             strict=True,
         )
     ]
-    expected, (found, metrics) = run(engine_of(CONFIG), shaped)[0], run(engine_of(DRAFTED), shaped)
+    expected, (found, metrics) = run(engine_of(CONFIG), shaped)[0], run(engine_of(config), shaped)
     same_samples(found, expected, atol=1e-4)
     assert metrics["accepted_draft_tokens"][0] > 0
     for mine, other in zip(found[:4], expected[:4], strict=True):
@@ -306,8 +456,9 @@ def test_shaped_samples_and_top_logprobs_are_those_without_drafts():
         np.testing.assert_allclose(mine.top_logprobs[1], other.top_logprobs[1], atol=1e-4)
 
 
+@pytest.mark.parametrize("config", [DRAFTED, SAME], ids=["ngrams", "policy"])
 @pytest.mark.slow
-def test_grammars_hold_beside_drafts():
+def test_grammars_hold_beside_drafts(config: EngineConfig):
     # Drafts of "ababab" are right, but its mask is that of one token.
     repeated = constrained("r", regex_grammar("(ab){9}"), num_samples=2)
     requests = [constrained(num_samples=3, seed=3), repeated, *REQUESTS[:2]]
@@ -323,45 +474,61 @@ def test_grammars_hold_beside_drafts():
             loop.close()
 
     expected, _ = asyncio.run(act(engine_of(CONFIG)))
-    found, metrics = asyncio.run(act(engine_of(DRAFTED)))
+    found, metrics = asyncio.run(act(engine_of(config)))
     same_samples(found, expected, atol=1e-4)
     assert metrics["accepted_draft_tokens"][0] > 0
 
 
-def test_suspended_samples_resume_without_drafts():
+@pytest.mark.parametrize("config", [DRAFTED, SAME], ids=["ngrams", "policy"])
+def test_suspended_samples_resume_without_drafts(config: EngineConfig):
     expected, _ = run(engine_of(CONFIG))
-    drafted = engine_of(DRAFTED)
+    drafted = engine_of(config)
+
+    paused, continues = threading.Event(), threading.Event()
+
+    class Paused(Updates):
+        def newest(self, after: int) -> Weights | None:
+            if self.looks == 2:
+                paused.set()
+                assert continues.wait(60)
+            return super().newest(after)
 
     async def act(engine_loop: EngineLoop) -> tuple[Completion, ...]:
         future = engine_loop.submit(REQUESTS[0])
         engine_loop.start()
-        while not engine_loop.num_tokens:
-            await asyncio.sleep(0)
+        assert await asyncio.to_thread(paused.wait, 60)
         suspended = engine_loop.suspend("a")
         future.cancel()
+        continues.set()
         return await suspended
 
-    parts = with_engine_loop(drafted, Updates(drafted, "dense", (0, 0)), act)
-    assert all(0 < len(part.tokens) <= 40 for part in parts)
-    resumed, _ = run(engine_of(CONFIG), [replace(REQUESTS[0], resume=parts)])
-    same_samples(resumed, expected[:4], atol=1e-4)
+    parts = with_engine_loop(drafted, Paused(drafted, "dense", (0, 0)), act)
+    assert all(0 < len(part.tokens) < 40 for part in parts)
+    for resuming in (CONFIG, config):
+        resumed, _ = run(engine_of(resuming), [replace(REQUESTS[0], resume=parts)])
+        same_samples(resumed, expected[:4], atol=1e-4)
 
 
-def test_drafted_samples_have_the_distribution_of_the_policy():
+@pytest.mark.parametrize("draft_policy", ["", "similar"])
+def test_drafted_samples_have_the_distribution_of_the_policy(draft_policy: str):
     # A vocabulary of 6 tokens and answers of 4: 1296 of them, whose probabilities are known.
     sizes = {**TINY_SIZES, **FAMILIES["dense"], "vocab_size": 6}
     policy = Policy(ModelConfig.from_hf(sizes, source="a test"))
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda leaf: jnp.asarray(
-            2 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
-        ),
-        policy.abstract(),
-    )
+    params = random_params(policy, 0, 2)
     prompt, num_samples, length = (1, 2, 1, 3), 6000, 4
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout
-    config = chz.replace(DRAFTED, num_slots=64, max_new_tokens=length, draft_tokens=2)
-    engine = DecodeEngine(policy, mesh, config, jnp.float32)
+    config = chz.replace(
+        DRAFTED,
+        num_slots=64,
+        max_new_tokens=length,
+        draft_tokens=2,
+        draft_policy=draft_policy,
+    )
+    draft = None
+    if draft_policy:
+        similar = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, params, random_params(policy, 1, 2))
+        draft = DraftPolicy(policy, lambda placed: jax.device_put(similar, placed))
+    engine = DecodeEngine(policy, mesh, config, jnp.float32, draft=draft)
     weights = jax.device_put(engine.layout(params), engine.param_shardings)
 
     class Fixed:
@@ -377,7 +544,8 @@ def test_drafted_samples_have_the_distribution_of_the_policy():
         return await engine_loop.submit(asked), engine_loop.metrics()
 
     found, metrics = with_engine_loop(engine, Fixed(), act)
-    assert metrics["accepted_draft_tokens"][0] > 0.1 * metrics["draft_tokens"][0]
+    accepted = metrics["accepted_draft_tokens"][0] / metrics["draft_tokens"][0]
+    assert 0.1 < accepted < 0.95
     answers = np.asarray(list(product(range(6), repeat=length)), np.int32)
     whole = np.concatenate([np.tile(np.asarray(prompt, np.int32), (len(answers), 1)), answers], 1)
     share = np.exp(logprobs(policy, params, whole)[:, len(prompt) :].sum(1))
@@ -393,10 +561,14 @@ def test_drafted_samples_have_the_distribution_of_the_policy():
     assert statistic < chi2.isf(1e-3, len(expected) - 1)
 
 
+@pytest.mark.parametrize("config", [DRAFTED, GUESSING], ids=["ngrams", "policy"])
 @pytest.mark.slow
-def test_nothing_is_compiled_after_warm_up():
-    engine = DecodeEngine(policy_of("dense"), engine_of(DRAFTED).mesh, DRAFTED, jnp.float32)
+def test_nothing_is_compiled_after_warm_up(config: EngineConfig):
+    draft = draft_of(config.draft_policy, "dense")
+    mesh = engine_of(DRAFTED).mesh
+    engine = DecodeEngine(policy_of("dense"), mesh, config, jnp.float32, draft=draft)
     engine.warm_up(SamplingMode.FILTERED)
+    engine.load_draft()
     before, compiled = engine.num_programs, list[float]()
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -419,3 +591,26 @@ def test_settings_that_drafts_do_not_support_are_refused():
         DecodeEngine(
             policy_of("dense"), mesh, chz.replace(DRAFTED, batch_invariant="full"), jnp.float32
         )
+
+
+@pytest.mark.parametrize(
+    ("model", "num_drafts", "expected"),
+    [
+        (policy_of("dense").config, 0, "draft_policy=x with engine.draft_tokens=0: it proposes"),
+        (RECURRENT.config, 2, "engine.draft_policy=x: Qwen3NextForCausalLM has linear attention"),
+        (read_config(EMBEDDED_VISION), 2, "engine.draft_policy=x: .* reads images"),
+        (
+            replace(policy_of("dense").config, readout="TokenClassification"),
+            2,
+            "engine.draft_policy=x is read out as TokenClassification, expected CausalLM",
+        ),
+    ],
+    ids=["no drafts", "linear attention", "images", "readout"],
+)
+def test_policies_that_propose_no_drafts_are_refused(
+    model: ModelConfig, num_drafts: int, expected: str
+):
+    draft = DraftPolicy(Policy(model), lambda placed: placed)
+    config = chz.replace(CONFIG, draft_tokens=num_drafts, draft_policy="x")
+    with pytest.raises(ValueError, match=expected):
+        DecodeEngine(policy_of("dense"), engine_of(DRAFTED).mesh, config, jnp.float32, draft=draft)
