@@ -65,6 +65,8 @@ async def train(run: ReinforcementRun, exp: Experiment) -> None:
             if version + 1 < exp.num_steps:
                 if is_due(version + 1, exp.checkpoint.every_steps):
                     await save(run, rollouts)
+                # May end the trainer hosts, and start others from a checkpoint.
+                await run.adapt_hosts(partial(save, run, rollouts))
                 if is_due(version + 1, exp.evaluation.every_steps):
                     await run.evaluation.start(version + 1)
         await save(run, rollouts)

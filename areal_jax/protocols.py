@@ -364,6 +364,12 @@ class ReinforcementRun(TrainingRun, Protocol):
         """Move devices between training and decoding, with placement.adaptive."""
         ...
 
+    async def adapt_hosts(self, save: Callable[[], Awaitable[None]]) -> None:
+        """Move the devices of trainer hosts, with placement.adaptive, from the checkpoint of the
+        present version that `save` writes.
+        """
+        ...
+
     def watched(self, rollouts: RunningRollouts | None = None) -> AbstractAsyncContextManager[None]:
         """Raise Stalled in the block where the run makes no progress. With rollouts, a run that
         stalls or rejects every group ends with a checkpoint.

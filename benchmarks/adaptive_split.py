@@ -2,6 +2,8 @@
 
     python benchmarks/adaptive_split.py             # simulated
     python benchmarks/adaptive_split.py --measured  # on eight simulated CPU devices
+    python benchmarks/adaptive_split.py --ray       # in processes of Ray
+    python benchmarks/adaptive_split.py --chosen    # on three simulated CPU devices
 
 Simulated: Qwen2.5-1.5B on eight H100s, engines of one device, 64 groups of 16 answers a step,
 max_staleness 2. From step 20 on, new answers have other lengths. Compared are all static splits,
@@ -15,7 +17,16 @@ before steps 4, 8 and 12 while answers are being generated. Eight devices share 
 machine, so that the speed shows nothing of a split; the row has the seconds of each move, the
 requests that moved, and the broken invariants of the run (`run_laws.py`).
 
-Expected: from step 30 on at least 95 % of the best static split, three times; no broken invariant.
+Ray: as measured, with trainer hosts and engines of one CPU device. Two trainer hosts and one engine
+become one and two before steps 4 and 14, and the reverse before step 9. The cache of compiled
+programs is empty at the start, so that the first move compiles those of one trainer host.
+
+Chosen: a run with a tiny policy, two train devices and an engine of two slots, so that the trainer
+waits for answers; the run itself chooses its moves. Each engine keeps one of two cores busy, so
+that a second engine is faster here, too.
+
+Expected: simulated, from step 30 on at least 95 % of the best static split, three times; chosen,
+one move to two engines, after which steps are faster; no broken invariant.
 Appends to results/adaptive_split.jsonl.
 """
 
@@ -23,16 +34,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
+import shutil
+import statistics
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from areal_jax.cluster.config import Ray
 from areal_jax.models.known import known_shape
 from areal_jax.records import Sampling
 from areal_jax.rollout.config import RolloutConfig
@@ -57,6 +75,18 @@ SHIFTS = {
     "1000 to 4000 tokens": (LogNormal(1000, 0.7), LogNormal(4000, 0.7)),
 }
 """Median lengths before and after the shift."""
+
+MOVES = "rollout/split_moves"
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+"""Sizes of a policy whose decode steps are fast to compute."""
 
 CONFIG = RolloutConfig(
     groups_per_batch=64,
@@ -242,9 +272,9 @@ def measure() -> dict[str, object]:
             async def adapt() -> None:
                 rollout = moves.get(a_run.trainer.version)
                 if rollout is not None:
-                    before_s, since = split.stalled_s, split.rollout_devices
+                    since, before_s = split.rollout_devices, split.counters()["split_stall_s"]
                     await split.move(rollout, "")
-                    stalls_s[f"{since} to {rollout}"] = split.stalled_s - before_s
+                    stalls_s[f"{since} to {rollout}"] = split.counters()["split_stall_s"] - before_s
 
             for rollout in {*moves.values()} - {split.rollout_devices}:
                 await split.compile(rollout)
@@ -258,19 +288,163 @@ def measure() -> dict[str, object]:
     return {"stalls_s": stalls_s, "counters": counters, "broken": broken}
 
 
+def measure_ray(folder: Path) -> dict[str, object]:
+    """Train in processes of Ray, with moves while answers are being generated."""
+    # Read when jax and Ray are loaded.
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+    os.environ |= Ray().environment_variables(os.environ)
+    from run_laws import broken_laws
+
+    from areal_jax import loop
+    from areal_jax.cluster.engines import Engines
+    from areal_jax.cluster.trainers import Trainers
+    from areal_jax.config.experiment import Experiment
+    from areal_jax.config.load import load_experiment
+    from areal_jax.run.adaptive_hosts import AdaptiveHosts
+    from areal_jax.run.build import Run
+    from areal_jax.run.cluster import train_on_cluster
+    from areal_jax.run.make_plan import make_plan
+
+    moves, found = {4: 2, 9: 1, 14: 2}, dict[str, object]()
+    experiment = load_experiment(
+        "aime",
+        "num_steps=18",
+        "tasks.num_tasks=2000",
+        "evaluation.every_steps=0",
+        "checkpoint.export_hf=false",
+        "launch=ray",
+        "launch.trainer_hosts=2",
+        "launch.rollout_engines=1",
+        "launch.report_every_s=0.1",
+        "launch.silence_timeout_s=600",
+        "placement.adaptive=true",
+        "rollout.groups_per_batch=4",
+        "rollout.samples_per_group=4",
+        "rollout.max_staleness=2",
+        "engine.num_slots=16",
+        "engine.max_new_tokens=128",
+        "trainer.num_mini_batches=1",
+        "health.stop=false",
+    )
+    assert isinstance(experiment, Experiment)
+
+    async def train(a_run: Run[Trainers]) -> None:
+        hosts, stalls_s = a_run.hosts, dict[str, float]()
+        assert isinstance(hosts, AdaptiveHosts) and isinstance(a_run.engine, Engines)
+        counters = hosts.counters
+
+        async def adapt(save: Callable[[], Awaitable[None]]) -> None:
+            rollout = moves.get(a_run.trainer.version)
+            if rollout is not None:
+                while not hosts.is_ready:
+                    await asyncio.sleep(0.1)
+                before_s = counters()["split_stall_s"]
+                await hosts.move(rollout, save, "")
+                key = f"{3 - rollout} to {rollout}, before step {a_run.trainer.version}"
+                stalls_s[key] = counters()["split_stall_s"] - before_s
+
+        hosts.adapt = adapt
+        found["first_start_s"] = hosts.start_s
+        await loop.train(a_run, experiment)
+        moved = {"requests_moved": float(a_run.engine.num_moved)}
+        found.update(stalls_s=stalls_s, counters=counters() | moved)
+
+    plan, run_folder = make_plan(experiment), folder / "run"
+    asyncio.run(train_on_cluster(plan, run_folder, train, resume=False, source="aime"))
+    broken = broken_laws(run_folder, num_steps=18, groups=4, samples=4, max_staleness=2)
+    return {**found, "broken": broken}
+
+
+def measure_chosen(folder: Path) -> dict[str, object]:
+    """Train a run that chooses its moves."""
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+    from run_laws import broken_laws
+
+    from areal_jax import loop
+    from areal_jax.config.experiment import Experiment
+    from areal_jax.config.load import load_experiment
+    from areal_jax.data.policy_files import EMBEDDED
+    from areal_jax.metrics import jsonl
+    from areal_jax.run.build import build_run
+    from areal_jax.run.make_plan import make_plan
+    from areal_jax.run.trainer import rl_trainer
+
+    shutil.copytree(EMBEDDED, folder / "tiny", ignore=shutil.ignore_patterns("model.safetensors"))
+    config = json.loads((EMBEDDED / "config.json").read_text()) | SMALL
+    (folder / "tiny" / "config.json").write_text(json.dumps(config))
+    (folder / "reward.py").write_text("def parity(task, answer):\n    return len(answer) % 2\n")
+    num_steps, run_folder = 200, folder / "run"
+    experiment = load_experiment(
+        "aime",
+        f"num_steps={num_steps}",
+        f"policy.path={folder / 'tiny'}",
+        "policy.random_init=true",
+        "tasks.num_tasks=4000",
+        f"rewards.function={folder / 'reward.py'}:parity",
+        "evaluation.every_steps=0",
+        "checkpoint.export_hf=false",
+        "placement.train_devices=2",
+        "placement.rollout_devices=1",
+        "placement.adaptive=true",
+        "rollout.groups_per_batch=4",
+        "rollout.samples_per_group=4",
+        "rollout.max_staleness=2",
+        "engine.num_slots=2",
+        "engine.steps_per_dispatch=2",
+        "engine.max_new_tokens=256",
+        "trainer.num_mini_batches=1",
+    )
+    assert isinstance(experiment, Experiment)
+
+    async def train() -> None:
+        plan = make_plan(experiment)
+        async with build_run(plan, run_folder, resume=False, make_trainer=rl_trainer) as a_run:
+            await loop.train(a_run, experiment)
+
+    asyncio.run(train())
+    rows = [each for each in jsonl.read(run_folder / "metrics.jsonl") if MOVES in each]
+    since_s = defaultdict[float, list[float]](list)
+    for before, after in pairwise(rows):
+        since_s[before[MOVES]].append(after["time_s"] - before["time_s"])
+    return {
+        "engines": [each["rollout/engines"] for each in rows],
+        "median_step_s": {
+            f"after {count:g} moves": statistics.median(found) for count, found in since_s.items()
+        },
+        "stall_s": rows[-1]["rollout/split_stall_s"],
+        "broken": broken_laws(
+            run_folder, num_steps=num_steps, groups=4, samples=4, max_staleness=2
+        ),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--measured", action="store_true")
+    parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--chosen", action="store_true")
     options = parser.parse_args()
-    if options.measured and "NPROC" not in os.environ:
+    is_measured = options.measured or options.ray or options.chosen
+    if is_measured and "NPROC" not in os.environ:
         # Read when jax is loaded: simulated devices need as many threads as two meshes have.
-        flags = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
+        num_devices = 3 if options.chosen else NUM_DEVICES
+        flags = f"--xla_force_host_platform_device_count={num_devices}"
         os.environ |= {"NPROC": "16", "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         os.execv(sys.executable, [sys.executable, *sys.argv])
     from results import append
 
     if options.measured:
         append("adaptive_split", {"kind": "measured", **measure()})
+        return
+    if options.ray:
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure_ray(Path(folder))
+        append("adaptive_split", {"kind": "measured", "launch": "ray", **row})
+        return
+    if options.chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            row = measure_chosen(Path(folder))
+        append("adaptive_split", {"kind": "measured", "moves": "chosen", **row})
         return
     shifts = {name: compare(shift) for name, shift in SHIFTS.items()}
     append("adaptive_split", {"kind": "simulated", "shifts": shifts})

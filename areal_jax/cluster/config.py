@@ -75,7 +75,8 @@ class Ray(LaunchConfig):
         default=0,
         doc=(
             "most engines: further ones than launch.rollout_engines join the run as nodes get room "
-            "for them; 0: as many as launch.rollout_engines"
+            "for them; 0: as many as launch.rollout_engines; with placement.adaptive, most engines "
+            "after a move; 0: no limit"
         ),
     )
     engine_devices: int = chz.field(
@@ -127,6 +128,35 @@ class Ray(LaunchConfig):
         """Most engines that the run may have at a time."""
         return max(self.rollout_engines, self.max_engines)
 
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of all trainer hosts and engines."""
+        return (
+            self.trainer_hosts * self.trainer_devices + self.rollout_engines * self.engine_devices
+        )
+
+    def possible_splits(self) -> range:
+        """Return the numbers of rollout devices that placement.adaptive chooses from.
+
+        A move makes one or several trainer hosts into launch.trainer_devices /
+        launch.engine_devices engines each, or the reverse. A trainer host and an engine stay.
+        """
+        per_host = self.trainer_devices // self.engine_devices
+        fewest = (self.rollout_engines - 1) % per_host + 1
+        most = self.rollout_engines + (self.trainer_hosts - 1) * per_host
+        if self.max_engines:
+            most = min(most, self.max_engines)
+        size = self.engine_devices
+        return range(fewest * size, most * size + 1, self.trainer_devices)
+
+    def at_split(self, rollout: int) -> Ray:
+        """Return the settings with `rollout` devices in engines and the others in trainer hosts."""
+        return chz.replace(
+            self,
+            trainer_hosts=(self.num_devices - rollout) // self.trainer_devices,
+            rollout_engines=rollout // self.engine_devices,
+        )
+
     def resolve_placement(self, requested: PlacementConfig) -> PlacementConfig:
         """Return a placement of the train mesh and one engine on simulated devices.
 
@@ -138,7 +168,10 @@ class Ray(LaunchConfig):
             requested,
             train_devices=num_train,
             rollout_devices=self.engine_devices,
-            simulated_devices=num_train + self.engine_devices,
+            # The train meshes of all splits are checked here.
+            simulated_devices=self.num_devices
+            if requested.adaptive
+            else num_train + self.engine_devices,
         )
 
     def environment_variables(self, current: Mapping[str, str]) -> dict[str, str]:

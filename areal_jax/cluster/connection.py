@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from areal_jax.checkpoint.checksums import CheckpointError
 from areal_jax.cluster.worker import CPU_S, ClusterWorker, Event, Message
 from areal_jax.errors import (
     ClaimLost,
@@ -41,6 +42,7 @@ ERRORS: Mapping[str, type[Exception]] = {
     for error in (
         InvalidRequest,
         EngineStopped,
+        CheckpointError,
         ClaimLost,
         ConfigError,
         CorruptedState,
@@ -48,7 +50,14 @@ ERRORS: Mapping[str, type[Exception]] = {
 }
 """Exceptions that keep their class between processes, besides Python's own."""
 
-UNPREFIXED = (InvalidRequest, ClaimLost, ConfigError, FloatingPointError, CorruptedState)
+UNPREFIXED = (
+    InvalidRequest,
+    CheckpointError,
+    ClaimLost,
+    ConfigError,
+    FloatingPointError,
+    CorruptedState,
+)
 """Exceptions whose message is complete without the worker's name."""
 
 
@@ -73,6 +82,8 @@ class Connection:
         """
         self.name, self._actor, self._on_end = name, actor, on_end
         self.silence_timeout_s = silence_timeout_s
+        self.node = ""
+        """Id of the worker's Ray node."""
         self.process_id = 0
         """Process id on the worker's host."""
         self.cpu_s = 0.0
@@ -187,8 +198,15 @@ class Connection:
             self._post((0, method, arguments))
 
     async def address(self) -> str:
-        """Return an address at which a server of the worker can listen, HOST:PORT."""
-        return await self._actor.address.remote()
+        """Return an address at which a server of the worker can listen, HOST:PORT.
+
+        Raises:
+            WorkerDied: The worker died.
+        """
+        try:
+            return await self._actor.address.remote()
+        except RayActorError as error:
+            raise WorkerDied(f"{self.name} died: {_reason(error)}") from error
 
     def mark_dead(self, why: str, *, report: bool = True) -> None:
         """Count the worker as dead and kill it.

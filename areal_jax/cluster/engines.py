@@ -291,6 +291,10 @@ class Engines:
         for number in self._engines:
             self._announce(number, at_once=True)
 
+    def withdraw_weights(self) -> None:
+        """Announce no weights until the next `update_weights`; engines keep what they have."""
+        self._newest = None
+
     async def wait_for_version(self, version: int, timeout_s: float) -> None:
         """Wait until every engine has weights of at least `version`.
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any, Literal
 
+import chz
 import ray
 from ray.util.placement_group import (
     PlacementGroup,
@@ -60,7 +61,8 @@ class Cluster:
         """Wrap a connected cluster.
 
         Args:
-            config: Number and size of the processes.
+            config: Number and size of the processes; the numbers change when devices move between
+                training and decoding.
             accelerator: GPU, TPU or none.
         """
         self.config, self.accelerator = config, accelerator
@@ -114,6 +116,7 @@ class Cluster:
         with ExitStack() as on_failure:
             on_failure.callback(remove_placement_group, place)
             await self._wait_for_resources(name, kind, place)
+            node = placement_group_table(place)["bundles_to_node_id"][0]
             opened = await Connection.open(
                 name,
                 role,
@@ -126,6 +129,7 @@ class Cluster:
                 silence_timeout_s=self.config.silence_timeout_s,
                 on_end=lambda: remove_placement_group(place),
             )
+            opened[0].node = node
             on_failure.pop_all()
         return opened
 
@@ -157,10 +161,14 @@ class Cluster:
 
 
 @contextmanager
-def connect(config: Ray) -> Iterator[Cluster]:
+def connect(config: Ray, later: Sequence[Ray] = ()) -> Iterator[Cluster]:
     """Connect to the cluster of the settings or of RAY_ADDRESS, or start one on this machine.
 
     A cluster that was started here ends with the block.
+
+    Args:
+        config: Number and size of the processes.
+        later: Other numbers of processes that the run may have.
 
     Raises:
         ConfigError: The cluster has too few resources or is not reachable.
@@ -169,7 +177,8 @@ def connect(config: Ray) -> Iterator[Cluster]:
     own: dict[str, Any] = {}
     if address is None:
         # CPUs count processes here, not cores: all of them must run, also on a small machine.
-        num_processes = sum((process_counts(config) | {"engine": config.most_engines}).values())
+        most = chz.replace(config, rollout_engines=config.most_engines)
+        num_processes = max(sum(process_counts(each).values()) for each in (most, *later))
         num_cpus = config.cpus_per_process * num_processes
         own = {
             "num_cpus": max(int(num_cpus + 0.999), os.cpu_count() or 1),
@@ -200,7 +209,8 @@ def connect(config: Ray) -> Iterator[Cluster]:
                 (kind for kind in ("GPU", "TPU") if any(node.get(kind) for node in node_resources)),
                 "none",
             )
-        require_fit(config, accelerator, node_resources)
+        for each in (config, *later):
+            require_fit(each, accelerator, node_resources)
         yield Cluster(config, accelerator)
     finally:
         ray.shutdown()

@@ -12,7 +12,7 @@ import ray
 
 from areal_jax.checkpoint.recovery import Columns, encode, serialize
 from areal_jax.cluster.connection import Connection
-from areal_jax.errors import WorkerDied
+from areal_jax.errors import ConfigError, NotStarted, WorkerDied
 from areal_jax.records import Group, RolloutState, StepResult
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,9 @@ class Trainers:
     because their devices run one program. When one host dies, every call raises WorkerDied.
     """
 
-    def __init__(self, connections: Sequence[Connection], version: int) -> None:
-        self.connections, self._loop = connections, asyncio.get_running_loop()
-        self.version = version
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.version = 0
         """Number of trainer steps applied to the parameters."""
         self.is_stepping = False
         """Whether a step is in progress, so that the parameters belong to no version."""
@@ -39,8 +39,55 @@ class Trainers:
         # Calls in flight. One thread at a time makes them.
         self._num_calls = 0
         self._death: asyncio.Future[WorkerDied] = self._loop.create_future()
+        self.use(connections)
+
+    def use(self, connections: Sequence[Connection]) -> None:
+        """Work with these hosts, which have started; those before are closed."""
+        self.connections: Sequence[Connection] = connections
         for connection in connections:
             connection.subscribe(lambda _topic, _payload: None, self._handle_death)
+
+    async def join(self, timeout_s: float) -> Any:
+        """Join the hosts, each of which builds its part of the trainer; takes their version.
+
+        Args:
+            timeout_s: Longest wait of the hosts for each other.
+
+        Returns:
+            The rollout state in their checkpoint, packed; None without one.
+
+        Raises:
+            WorkerDied: A host died.
+            NotStarted: A host raises an error.
+            ConfigError: A host rejects the settings.
+        """
+        self._num_calls += 1
+        try:
+            coordinator = await self.connections[0].address()
+            joined = await gather_replies(
+                (each, "join", (coordinator, number, self.num_hosts, timeout_s))
+                for number, each in enumerate(self.connections)
+            )
+        except (ConfigError, WorkerDied):
+            raise
+        except Exception as error:  # of another process, of any class: it ends the run
+            raise NotStarted(
+                f"trainer hosts could not start: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            self._num_calls -= 1
+        self.version = joined[0]["version"]
+        return joined[0]["beside"]
+
+    async def close(self, timeout_s: float) -> None:
+        """End all hosts, which may finish the checkpoint being written within `timeout_s`."""
+        connections, self.connections = self.connections, ()
+        await asyncio.gather(*(each.close(timeout_s) for each in connections))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether hosts are being replaced, which has its own deadlines."""
+        return not self.connections
 
     @property
     def params(self) -> None:
@@ -63,6 +110,14 @@ class Trainers:
     def save(self, version: int, controller_state: Columns) -> None:
         """Save a checkpoint: every host writes its shards into the shared run folder."""
         self._call_all("save", version, [ray.put(serialize(controller_state))])
+
+    def finish_saving(self) -> None:
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        self._call_all("finish_saving")
 
     def write_results(self, version: int) -> list[str]:
         """Write the policy to the run folder, wait for the checkpoint and return summary lines."""
@@ -113,7 +168,8 @@ class Trainers:
 
     def mark_dead(self, why: str) -> None:
         """Count all hosts as dead and kill them."""
-        self.connections[0].mark_dead(why)
+        for connection in self.connections[:1]:  # its death is that of the others
+            connection.mark_dead(why)
 
     @property
     def cpu_s(self) -> float:

@@ -38,6 +38,7 @@ class EngineGroup(Protocol):
 
     def update_weights(self, version: int, contributions: Any) -> None: ...
     def on_update_failure(self, callback: Callable[[int], None]) -> None: ...
+    def withdraw_weights(self) -> None: ...
     async def wait_for_version(self, version: int, timeout_s: float) -> None: ...
 
 
@@ -133,9 +134,18 @@ class WeightBroadcast:
         """Return the first trainer host's metrics and the number of skipped versions."""
         return {**self._trainers.metrics(), "skipped": (float(self.num_skipped), 1.0)}
 
+    async def withdraw(self) -> None:
+        """Announce nothing until the next call of `publish`: the trainer hosts end."""
+        self._engines.withdraw_weights()
+        self._newest = self._next_version = None
+        await self._stop_collecting()
+
     async def close(self) -> None:
         """Stop broadcasting."""
         self._closed = True
+        await self._stop_collecting()
+
+    async def _stop_collecting(self) -> None:
         if self._collector is not None:
             self._collector.cancel()
             await asyncio.gather(self._collector, return_exceptions=True)

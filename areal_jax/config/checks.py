@@ -487,13 +487,19 @@ def _placement_under_ray(experiment: AnyExperiment) -> Iterator[str]:
             "the first, or lower the second"
         )
     placement, default = experiment.placement, PlacementConfig()
+    if placement.adaptive and launch.trainer_devices % launch.engine_devices:
+        yield (
+            "placement.adaptive=true makes trainer hosts into whole engines, and "
+            f"launch.trainer_devices={launch.trainer_devices} is not divisible by "
+            f"launch.engine_devices={launch.engine_devices}; set the first to a multiple of the "
+            "second, with more or fewer trainer hosts"
+        )
     for name, used in (
         ("train_devices", "launch.trainer_hosts and launch.trainer_devices"),
         ("rollout_devices", "launch.rollout_engines and launch.engine_devices"),
         ("rollout_share", "launch.rollout_engines and launch.engine_devices"),
         ("simulated_devices", "launch.accelerator=none"),
         ("engines", "launch.rollout_engines"),
-        ("adaptive", "launch.max_engines, and the file `engines` of the run folder"),
     ):
         if (value := getattr(placement, name)) != getattr(default, name):
             yield (

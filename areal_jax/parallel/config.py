@@ -68,8 +68,8 @@ class PlacementConfig:
     )
     adaptive: bool = chz.field(
         default=False,
-        doc="move the devices of whole engines between training and decoding during the run, when "
-        "measured stage times forecast a gain",
+        doc="move the devices of whole engines (launch=Ray: of trainer hosts) between training "
+        "and decoding during the run, when measured stage times forecast a gain",
     )
     simulated_devices: int | None = chz.field(
         validator=POSITIVE, default=None, doc="number of simulated devices, on CPU only"

@@ -19,13 +19,12 @@ import chz
 
 from areal_jax.config.experiment import Experiment
 from areal_jax.errors import ConfigError
-from areal_jax.metrics import names
 from areal_jax.run.compiled_programs import abstract_trainer, refusing_what_does_not_fit
 from areal_jax.run.local_engines import LocalEngines
 from areal_jax.run.make_plan import make_plan
 from areal_jax.run.plan import Plan, possible_splits, split_at
 from areal_jax.run.recording import TRAINER, Recording
-from areal_jax.sim.split_choice import Move, SplitChooser, StepTimes
+from areal_jax.run.split_meter import SplitMeter, describe_reason
 from areal_jax.threads import run_in_thread
 from areal_jax.trainer.ppo import Trainer
 
@@ -67,17 +66,14 @@ class AdaptiveSplit:
         self._num_steps = plan.experiment.num_steps
         self._engine_devices = plan.engine.mesh.size
         self._devices = [*plan.train_mesh.devices.flat, *plan.rollout_mesh.devices.flat]
-        self._chooser = SplitChooser(
-            len(self._devices), possible_splits(plan), plan.rollout_mesh.size
-        )
+        self._meter = SplitMeter(len(self._devices), possible_splits(plan), plan.rollout_mesh.size)
+        self._chooser = self._meter.chooser
         # By number of rollout devices; all but the present one, whose programs the run has.
         self._compiled = dict[int, _Split]()
         # By engine number: the compiled programs of engines that have run.
         self._programs = dict(enumerate(plan.engines[::-1]))
         # Compiles one split at a time. Started by `adapt`, ended by `close`.
         self._compiling: asyncio.Task[None] | None = None
-        self._stall_s, self.num_moves, self.stalled_s = 0.0, 0, 0.0
-        self._since_s, self._waited_s = time.perf_counter(), 0.0
 
     @property
     def rollout_devices(self) -> int:
@@ -86,21 +82,7 @@ class AdaptiveSplit:
 
     def observe(self, row: Mapping[str, float]) -> dict[str, float]:
         """Measure a step by its row of metrics; return those of `counters`."""
-        now_s, waited_s = time.perf_counter(), row["rollout/batch_wait_s"]
-        elapsed_s, wait_s = now_s - self._since_s, waited_s - self._waited_s
-        self._since_s, self._waited_s = now_s, waited_s
-        engine_s = elapsed_s * self._engines.fleet.num_engines
-        train_s = row["trainer/seconds_step"]
-        self._chooser.observe(
-            StepTimes(
-                train_s=train_s,
-                wait_s=wait_s,
-                elapsed_s=elapsed_s,
-                busy=max(0.0, 1 - row["rollout/wait_s"] / engine_s),
-                full=max(row.get(f"rollout/{name}", 0.0) for name in ("occupancy", "kv_used")),
-                tokens=row[names.TRAIN_TOKENS_PER_S] * train_s,
-            )
-        )
+        self._meter.observe(row, self._engines.fleet.num_engines)
         return self.counters()
 
     def counters(self) -> dict[str, float]:
@@ -109,8 +91,7 @@ class AdaptiveSplit:
         return {
             "engines": float(fleet.num_engines),
             "requests_moved": float(fleet.num_moved),
-            "split_moves": float(self.num_moves),
-            "split_stall_s": self.stalled_s,
+            **self._meter.counters(),
         }
 
     async def adapt(self) -> None:
@@ -124,7 +105,7 @@ class AdaptiveSplit:
         if move is None:
             return
         if move.rollout in self._compiled:
-            await self.move(move.rollout, _reason(move))
+            await self.move(move.rollout, describe_reason(move))
         else:
             self._compiling = asyncio.create_task(
                 self.compile(move.rollout), name=f"compiling for {move.rollout} rollout devices"
@@ -171,13 +152,10 @@ class AdaptiveSplit:
                 self._engines.add_engine(number, engines[place], complete)
         self._plan, split.plan = split.plan, self._plan
         self._compiled[before] = split
-        self._chooser.moved(rollout)
-        self.num_moves += 1
-        self._stall_s = time.perf_counter() - start_s
-        self.stalled_s += self._stall_s
+        self._meter.moved(rollout, time.perf_counter() - start_s)
         self._recording.say(
             f"placement.adaptive: {before} -> {rollout} of {len(self._devices)} devices decode, "
-            f"before step {trainer.version}; {reason}the move took {self._stall_s:.2g} s"
+            f"before step {trainer.version}; {reason}the move took {self._meter.stall_s:.2g} s"
         )
 
     async def close(self) -> None:
@@ -187,7 +165,7 @@ class AdaptiveSplit:
 
     def _cost_s(self, rollout: int) -> float:
         """Return the measured seconds of the last move, or, for the first one, of compiling."""
-        return self._stall_s or (
+        return self._meter.stall_s or (
             self._compiled[rollout].compile_s if rollout in self._compiled else 0.0
         )
 
@@ -209,11 +187,3 @@ class AdaptiveSplit:
             trainer.warm_up()
         copy = self._engines.weight_channel.compile_copy(plan.train_mesh, trainer.params)
         return _Split(plan, trainer, copy, time.perf_counter() - start_s)
-
-
-def _reason(move: Move) -> str:
-    """Return the measured and forecast times of a move."""
-    return (
-        f"a batch takes {move.generate_s:.3g} device-seconds to generate and {move.train_s:.3g} to "
-        f"train on, a step {move.step_s:.3g} s, forecast {move.forecast_s:.3g} s; "
-    )

@@ -7,12 +7,12 @@ The file has more than 400 lines because a run and the order in which its parts 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns, decode
@@ -67,9 +67,19 @@ AnyTrainer = TypeVar("AnyTrainer", bound=VersionedTrainer, covariant=True)
 AnyVersions = TypeVar("AnyVersions", bound=Versions)
 
 
+class MovableHosts(Protocol):
+    """`adaptive_hosts.AdaptiveHosts`, which needs Ray."""
+
+    def observe(self, row: Mapping[str, float]) -> dict[str, float]: ...
+    async def adapt(self, save: Callable[[], Awaitable[None]]) -> None: ...
+
+
 @dataclass(kw_only=True)
 class Run(Generic[AnyTrainer]):
-    """A run under way: what `loop.train` and `finetune.fine_tune` train with."""
+    """A run under way: what `loop.train` and `finetune.fine_tune` train with.
+
+    The class has more than 200 lines because loops know a run as one object.
+    """
 
     plan: Plan
     folder: Path
@@ -91,6 +101,8 @@ class Run(Generic[AnyTrainer]):
     checkpointing: Checkpointing
     control: RunControl
     split: AdaptiveSplit | None = None
+    hosts: MovableHosts | None = None
+    """Trainer hosts whose devices move, with placement.adaptive under launch=Ray."""
     first_version: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -141,8 +153,8 @@ class Run(Generic[AnyTrainer]):
             meters.update(self.grader.counters(), "rewards/")
         if isinstance(self.host, Workspaces):
             meters.update(self.host.counters(), "rewards/")
-        if self.split is not None:
-            meters.update(self.split.observe(meters.flatten()), "rollout/")
+        if (split := self.split or self.hosts) is not None:
+            meters.update(split.observe(meters.flatten()), "rollout/")
         self.recording.record_step(version, meters)
         self.control.checkpoints(self.folder)
         if self.recording.health.active and self.experiment.health.stop:
@@ -152,6 +164,11 @@ class Run(Generic[AnyTrainer]):
         """As `AdaptiveSplit.adapt`; not in an evaluation, which may withhold weights."""
         if self.split is not None and not self.evaluation.running:
             await self.split.adapt()
+
+    async def adapt_hosts(self, save: Callable[[], Awaitable[None]]) -> None:
+        """As `MovableHosts.adapt`; not in an evaluation, nor in a run that ends."""
+        if self.hosts is not None and not self.evaluation.running and not self.stop.is_set():
+            await self.hosts.adapt(save)
 
     async def save(self, version: int, state: RolloutState) -> None:
         """As `Checkpointing.save`, in a thread."""

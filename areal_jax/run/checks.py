@@ -43,12 +43,7 @@ def find_mismatches(plan: Plan) -> Iterator[str]:
             "'areal-jax[ray]'"
         )
     if plan.experiment.placement.adaptive and len(possible_splits(plan)) < 2:
-        num_devices = plan.train_mesh.size + plan.rollout_mesh.size
-        yield (
-            "placement.adaptive=true moves the devices of whole engines, and engines of "
-            f"{plan.engine.mesh.size} of {num_devices} devices leave one split only; raise "
-            "placement.engines"
-        )
+        yield _one_split_only(plan)
     yield from trackers.find_missing(plan.experiment.metrics.trackers)
     if plan.decodes:
         yield from find_too_long(engine, f"policy.path={path}")
@@ -56,6 +51,26 @@ def find_mismatches(plan: Plan) -> Iterator[str]:
     yield from find_unreadable(plan.experiment, engine.policy.config, plan.tokenizer)
     yield from _small_critic(plan)
     yield from _no_room_for_images(plan)
+
+
+def _one_split_only(plan: Plan) -> str:
+    launch = plan.experiment.launch
+    if isinstance(launch, Ray):
+        per_host = launch.trainer_devices // launch.engine_devices
+        return (
+            "placement.adaptive=true makes a trainer host into as many engines as have its devices "
+            f"({per_host}), or the reverse, and launch.trainer_hosts={launch.trainer_hosts}, "
+            f"launch.rollout_engines={launch.rollout_engines} and "
+            f"launch.max_engines={launch.max_engines} leave one split only; set "
+            "launch.trainer_hosts to at least 2, with fewer launch.trainer_devices each, or "
+            f"launch.rollout_engines to more than {per_host}, and launch.max_engines to 0"
+        )
+    num_devices = plan.train_mesh.size + plan.rollout_mesh.size
+    return (
+        "placement.adaptive=true moves the devices of whole engines, and engines of "
+        f"{plan.engine.mesh.size} of {num_devices} devices leave one split only; raise "
+        "placement.engines"
+    )
 
 
 def _no_room_for_images(plan: Plan) -> Iterator[str]:

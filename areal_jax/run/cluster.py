@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,15 +16,16 @@ from areal_jax.checkpoint.store import SAVE_TIMEOUT_S, CheckpointStore
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.connection import Connection
 from areal_jax.cluster.placement import Cluster, connect
-from areal_jax.cluster.trainers import Trainers, gather_replies
+from areal_jax.cluster.trainers import Trainers
 from areal_jax.cluster.weight_broadcast import WeightBroadcast
 from areal_jax.config.load import written_settings
-from areal_jax.errors import ConfigError, NotStarted, WorkerDied
+from areal_jax.errors import NotStarted, WorkerDied
+from areal_jax.run.adaptive_hosts import AdaptiveHosts
 from areal_jax.run.build import Run, make_run
 from areal_jax.run.callbacks import RunControl
 from areal_jax.run.claim import Claim
 from areal_jax.run.grading import kinds_of_tasks, probe_rewards, task_sets
-from areal_jax.run.plan import Plan
+from areal_jax.run.plan import Plan, possible_splits
 from areal_jax.run.recording import start_progress, start_recording
 from areal_jax.run.worker_pool import EngineCount, WorkerPool, all_or_none, start_worker
 
@@ -59,7 +61,8 @@ async def train_on_cluster(
     """
     launch = plan.experiment.launch
     assert isinstance(launch, Ray)
-    with connect(launch) as cluster:
+    splits = possible_splits(plan) if plan.experiment.placement.adaptive else ()
+    with connect(launch, [launch.at_split(rollout) for rollout in splits]) as cluster:
         for left in range(launch.attempts, -1, -1):
             try:
                 async with build_cluster_run(
@@ -98,6 +101,8 @@ async def build_cluster_run(
     """Build a run whose components are processes of a Ray cluster, and end them at the end of the
     block.
 
+    The function has more than 60 lines because it lists the parts in the order of their start.
+
     Args:
         source: name or file of the experiment.
         claim: on the folder.
@@ -116,21 +121,23 @@ async def build_cluster_run(
         saved_version = store.latest_version() if resume else None
         progress = start_progress(stack, plan, folder, saved_version)
         arguments = written_settings(experiment), source
+        token = claim.token if claim else None
+
+        async def start_from(version: int | None) -> list[Connection]:
+            return await start_hosts(cluster, *arguments, str(folder.absolute()), version, token)
+
+        async def start_trainers() -> tuple[Trainers, Any, float]:
+            start_s = time.perf_counter()
+            trainers = Trainers(await start_from(saved_version))
+            stack.push_async_callback(trainers.close, SAVE_TIMEOUT_S)
+            beside = await trainers.join(cluster.config.start_timeout_s)
+            return trainers, beside, time.perf_counter() - start_s
+
         pool = _make_pool(stack, plan, folder, cluster, arguments, progress.say)
         stage = progress.stage("starting trainer hosts, engines and reward workers")
         async with cluster.reserve():
             with stage:
-                (trainers, beside), _ = await all_or_none(
-                    start_trainers(
-                        stack,
-                        cluster,
-                        *arguments,
-                        str(folder.absolute()),
-                        saved_version,
-                        claim.token if claim else None,
-                    ),
-                    pool.start(),
-                )
+                (trainers, beside, start_s), _ = await all_or_none(start_trainers(), pool.start())
         restored = None if beside is None else deserialize(beside)
         version = trainers.version if resume else None
         recording = start_recording(
@@ -139,7 +146,7 @@ async def build_cluster_run(
         broadcast = WeightBroadcast(trainers, pool.engines, collect_timeout_s=COLLECT_TIMEOUT_S)
         stack.push_async_callback(broadcast.close)
         broadcast.publish(trainers.version, trainers.params)
-        yield await make_run(
+        run = await make_run(
             stack,
             plan,
             folder,
@@ -152,6 +159,11 @@ async def build_cluster_run(
             restored=restored,
             control=control or RunControl(),
         )
+        if experiment.placement.adaptive:
+            run.hosts = AdaptiveHosts(
+                run, cluster, pool, broadcast, start_hosts=start_from, start_s=start_s
+            )
+        yield run
 
 
 def _make_pool(
@@ -169,7 +181,9 @@ def _make_pool(
         arguments,
         sorted(kinds_of_tasks(plan)),
         lambda grader: probe_rewards(grader, experiment, *task_sets(plan), say=say),
-        EngineCount(folder, config).read,
+        (lambda: cluster.config.rollout_engines)
+        if experiment.placement.adaptive
+        else EngineCount(folder, config).read,
     )
     stack.push_async_callback(pool.close)
     say(
@@ -180,38 +194,22 @@ def _make_pool(
     return pool
 
 
-async def start_trainers(
-    stack: AsyncExitStack,
-    cluster: Cluster,
-    settings: str,
-    source: str | None,
-    folder: str,
-    saved_version: int | None,
-    claim_token: str | None,
-) -> tuple[Trainers, Any]:
-    """Start all trainer hosts until the stack ends, joined and ready; and the rollout state in
-    their checkpoint, packed.
+async def start_hosts(cluster: Cluster, *arguments: Any) -> list[Connection]:
+    """Start all trainer hosts, which are not joined; where one fails, the others are ended.
+
+    Args:
+        arguments: as of `TrainerHost`.
     """
-    config = cluster.config
+    started = list[Connection]()
 
-    async def host(number: int) -> Connection:
-        arguments = settings, source, folder, saved_version, claim_token
+    async def host(number: int) -> None:
         connection, _ = await start_worker(cluster, "trainer host", number, TRAINER, *arguments)
-        # A checkpoint may be being written.
-        stack.push_async_callback(connection.close, SAVE_TIMEOUT_S)
-        return connection
+        started.append(connection)
 
-    hosts = await all_or_none(*(host(number) for number in range(config.trainer_hosts)))
-    coordinator = await hosts[0].address()
-    try:
-        joined = await gather_replies(
-            (each, "join", (coordinator, number, config.trainer_hosts, config.start_timeout_s))
-            for number, each in enumerate(hosts)
+    async with AsyncExitStack() as on_failure:
+        on_failure.push_async_callback(
+            lambda: asyncio.gather(*(connection.close() for connection in started))
         )
-    except (ConfigError, WorkerDied):
-        raise
-    except Exception as error:  # of another process, of any class: it ends the run as NotStarted
-        raise NotStarted(
-            f"trainer hosts could not start: {type(error).__name__}: {error}"
-        ) from error
-    return Trainers(hosts, joined[0]["version"]), joined[0]["beside"]
+        await all_or_none(*(host(number) for number in range(cluster.config.trainer_hosts)))
+        on_failure.pop_all()
+    return started

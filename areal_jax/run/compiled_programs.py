@@ -131,7 +131,8 @@ def training_flops(model: ModelConfig, rows: int, row_tokens: int) -> float:
     return 3.0 * rows * (2 * model.matmul_params * row_tokens + 4 * model.attention_width * pairs)
 
 
-def abstract_trainer(plan: Plan) -> Versions:
+def abstract_trainer(plan: TrainingPlan) -> Versions:
+    """Return the trainer of a plan, of shapes alone."""
     params, base = abstract_weights(plan)
     make = rl_trainer if isinstance(plan.experiment, Experiment) else example_trainer
     return make(plan, params, base)

@@ -213,7 +213,10 @@ def split_at(plan: Plan, rollout: int, train: int) -> AnyExperiment:
 
 def possible_splits(plan: Plan) -> range:
     """The numbers of rollout devices that placement.adaptive chooses from: those of 1, 2, ...
-    engines of the present size, beside at least one train device.
+    engines of the present size, beside at least one train device; under Ray, as of its settings.
     """
+    launch = plan.experiment.launch
+    if isinstance(launch, Ray):
+        return launch.possible_splits()
     size = plan.engine.mesh.size
     return range(size, plan.train_mesh.size + plan.rollout_mesh.size, size)

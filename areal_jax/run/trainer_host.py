@@ -125,6 +125,10 @@ class TrainerHost:
         beside = deserialize(await packed[0])
         await asyncio.to_thread(self._checkpointer.save, version, beside)
 
+    async def finish_saving(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        await asyncio.to_thread(self._checkpointer.store.wait)
+
     async def write_results(self, version: int) -> list[str]:
         """As `Checkpointer.write_results`; a collective operation of all hosts."""
         self._require_claim()

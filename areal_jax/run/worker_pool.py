@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,16 @@ class WorkerPool:
         self._starting_engines: list[asyncio.Task[None]] = []
         self._others: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._is_held = False
+        """Whether no engine is started or replaced, so that trainer hosts get what is free."""
+        self._nodes = dict[int, str]()
+        """Node of each engine that has run."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all engines of the settings run, and no other one is leaving."""
+        count = self._cluster.config.rollout_engines
+        return len(self.engines.connections) == len(self.engines.staying) == count
 
     async def start(self) -> None:
         """Start all workers concurrently."""
@@ -124,6 +136,22 @@ class WorkerPool:
         await asyncio.gather(*own, return_exceptions=True)
         await asyncio.gather(self.engines.close(), self.graders.close())
 
+    @asynccontextmanager
+    async def without(self, leaving: Sequence[int]) -> AsyncIterator[None]:
+        """Let engines leave before the block; start none until its end."""
+        self._is_held = True
+        try:
+            await asyncio.gather(*map(self.engines.leave, leaving))
+            yield
+        finally:
+            self._is_held = False
+
+    def choose_leaving(self, num_hosts: int) -> list[int]:
+        """As `choose_leaving`, of the engines that run, the least loaded first."""
+        config = self._cluster.config
+        of_nodes = [(number, self._nodes[number]) for number in self.engines.staying]
+        return choose_leaving(of_nodes, num_hosts, config.trainer_devices // config.engine_devices)
+
     async def _follow_wanted(self) -> None:
         """Start engines, or let them leave, until there are as many as wanted."""
         while True:
@@ -136,7 +164,7 @@ class WorkerPool:
 
     def _resize(self) -> None:
         """Start the engines that are missing, or let one of those that are too many leave."""
-        if self._closing:
+        if self._closing or self._is_held:
             return
         starting = [task for task in self._starting_engines if not task.cancelling()]
         staying = self.engines.staying
@@ -173,6 +201,7 @@ class WorkerPool:
         except ConfigError:
             await connection.close()
             raise
+        self._nodes[number] = connection.node
         self.engines.join(number, connection, facts["num_slots"], self._resize)
 
     async def _start_grader(self) -> None:
@@ -220,6 +249,35 @@ class WorkerPool:
             *(len(self.engines.connections), len(self.graders.connections)),
         )
         return False
+
+
+def choose_leaving(engines: Iterable[tuple[int, str]], num_hosts: int, per_host: int) -> list[int]:
+    """Choose the engines whose devices become those of further trainer hosts, each on one node.
+
+    Args:
+        engines: Number and node of each engine; the first ones of a node are chosen.
+        num_hosts: Number of further trainer hosts.
+        per_host: Number of engines with as many devices as a trainer host.
+
+    Raises:
+        ConfigError: No node has enough engines.
+    """
+    of_nodes = defaultdict[str, list[int]](list)
+    for number, node in engines:
+        of_nodes[node].append(number)
+    leaving = list[int]()
+    for _ in range(num_hosts):
+        # From the node with the fewest: the others may have enough for another host.
+        fitting = [numbers for numbers in of_nodes.values() if len(numbers) >= per_host]
+        if not fitting:
+            raise ConfigError(
+                f"expected a node with {per_host} engines, whose devices a trainer host takes, "
+                f"found nodes with {', '.join(str(len(each)) for each in of_nodes.values())}"
+            )
+        numbers = min(fitting, key=len)
+        leaving += numbers[:per_host]
+        del numbers[:per_host]
+    return leaving
 
 
 async def all_or_none(*work: Coroutine[Any, Any, Any]) -> list[Any]:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from areal_jax.checkpoint.checksums import CheckpointError
 from areal_jax.cluster.worker import Emit
 from areal_jax.errors import ClaimLost, ConfigError, CorruptedState, InvalidRequest
 
@@ -47,6 +48,7 @@ class Echo:
             error.__name__: error
             for error in (
                 InvalidRequest,
+                CheckpointError,
                 ClaimLost,
                 ConfigError,
                 CorruptedState,

@@ -95,7 +95,7 @@ def test_error_of_one_host_ends_the_wait_for_the_others() -> None:
 @pytest.mark.slow
 def test_worker_death_cancels_work_without_a_pending_call() -> None:
     async def scenario(connections: list[Connection]) -> bool:
-        trainers, was_cancelled = Trainers(connections, version=0), False
+        trainers, was_cancelled = Trainers(connections), False
 
         async def waiting_for_weights() -> None:
             nonlocal was_cancelled

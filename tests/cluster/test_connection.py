@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from areal_jax.checkpoint.checksums import CheckpointError
 from areal_jax.cluster.connection import Connection
 from areal_jax.errors import (
     ClaimLost,
@@ -119,6 +120,7 @@ def test_cancellation_reaches_the_worker() -> None:
     [
         ("InvalidRequest", InvalidRequest, "so"),
         ("CorruptedState", CorruptedState, "^so$"),
+        ("CheckpointError", CheckpointError, "^so$"),
         ("ClaimLost", ClaimLost, "^so$"),
         ("ConfigError", ConfigError, "so"),
         ("ValueError", ValueError, "echo 7: so"),

@@ -173,6 +173,15 @@ def test_requests_balance_load_and_weights_reach_every_engine(
             match=r"version 4 to reach every engine; engine 0 version 3, engine 1 version 3",
         ):
             await engines.wait_for_version(4, timeout_s=0.1)
+        # What is withdrawn reaches no engine that joins.
+        engines.withdraw_weights()
+        await join(engines, 2)
+        await asyncio.sleep(2 * engines_module.TICK_S)
+        with pytest.raises(TimeoutError, match=r"engine 1 version 3, engine 2 version -1"):
+            await engines.wait_for_version(3, timeout_s=0.1)
+        engines.update_weights(3, [])
+        await engines.wait_for_version(3, timeout_s=10.0)
+        assert "engine 2 has version 3 of 3" in engines.describe_wait()
 
     with_engines(scenario)
 

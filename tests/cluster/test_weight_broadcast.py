@@ -59,12 +59,16 @@ class Offers:
 
     def __init__(self) -> None:
         self.made: list[tuple[int, Any]] = []
+        self.num_withdrawn = 0
 
     def update_weights(self, version: int, contributions: Any) -> None:
         self.made.append((version, contributions))
 
     def on_update_failure(self, callback: Callable[[int], None]) -> None:
         self.skip = callback
+
+    def withdraw_weights(self) -> None:
+        self.num_withdrawn += 1
 
     async def wait_for_version(self, version: int, timeout_s: float) -> None:
         assert self.made and self.made[-1][0] >= version
@@ -100,6 +104,26 @@ def test_version_is_announced_when_every_host_has_published_it() -> None:
         await turns()
 
     assert broadcasting(act).made == [(1, [{"host": 0, "version": 1}, {"host": 1, "version": 1}])]
+
+
+def test_withdrawn_version_is_announced_when_it_is_published_again() -> None:
+    async def act(broadcast: WeightBroadcast, hosts: Hosts, offers: Offers) -> None:
+        broadcast.publish(1, None)
+        hosts.give(1)
+        await turns()
+        broadcast.publish(2, None)
+        # The hosts end with version 2 in flight; an engine fails to pull version 1.
+        await broadcast.withdraw()
+        offers.skip(1)
+        hosts.give(2)
+        await turns()
+        assert [version for version, _ in offers.made] == [1] and offers.num_withdrawn == 1
+        hosts.published.clear()
+        broadcast.publish(2, None)
+        hosts.give(2)
+        await turns()
+
+    assert [version for version, _ in broadcasting(act).made] == [1, 2]
 
 
 def test_newest_version_published_meanwhile_follows() -> None:

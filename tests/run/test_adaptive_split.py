@@ -186,7 +186,10 @@ def test_splits_are_those_of_whole_engines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "refusal"),
     [
-        (("launch=ray",), "placement.adaptive=True has no effect under launch=Ray"),
+        (
+            ("launch=ray", "launch.trainer_hosts=2", "launch.engine_devices=2"),
+            "launch.trainer_devices=1 is not divisible by launch.engine_devices=2",
+        ),
         (("rollout.max_staleness=0",), "training and decoding take turns"),
     ],
 )
