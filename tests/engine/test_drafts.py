@@ -289,7 +289,9 @@ def test_a_draft_policy_changes_no_sample(
         assert metrics["draft_acceptance"][0] < 0.05 * metrics["draft_acceptance"][1]
 
 
-@pytest.mark.parametrize("num_drafts", [1, 2, 5])
+@pytest.mark.parametrize(
+    "num_drafts", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 5))]
+)
 def test_drafts_of_the_policy_itself_are_accepted(num_drafts: int):
     # Prompts of one token, of several prefill chunks, and of a cached prefix; one step in each
     # dispatch, which begins with what the draft policy has not read.
@@ -429,9 +431,8 @@ def logprobs(
     return np.asarray(found)[:, : tokens.shape[1]]
 
 
-@pytest.mark.parametrize(
-    "config", [DRAFTED, pytest.param(SAME, marks=pytest.mark.slow)], ids=["ngrams", "policy"]
-)
+@pytest.mark.parametrize("config", [DRAFTED, SAME], ids=["ngrams", "policy"])
+@pytest.mark.slow
 def test_shaped_samples_and_top_logprobs_are_those_without_drafts(config: EngineConfig):
     shaped = [
         replace(each, sampling=replace(each.sampling, **settings))
@@ -510,6 +511,7 @@ def test_suspended_samples_resume_without_drafts(config: EngineConfig):
 
 
 @pytest.mark.parametrize("draft_policy", ["", "similar"])
+@pytest.mark.slow
 def test_drafted_samples_have_the_distribution_of_the_policy(draft_policy: str):
     # A vocabulary of 6 tokens and answers of 4: 1296 of them, whose probabilities are known.
     sizes = {**TINY_SIZES, **FAMILIES["dense"], "vocab_size": 6}
