@@ -84,8 +84,7 @@ class ExecutableFolder:
         key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
         with self._lock:
             self._keys.add(key)
-            self._made_of = {**made_of}
-            del self._made_of["program"]
+            self._made_of = {name: part for name, part in made_of.items() if name != "program"}
         compiled = self._load(key, lowered, mesh)
         if compiled is None:
             compiled = compile_lowered(lowered, mesh)

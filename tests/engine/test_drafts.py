@@ -208,6 +208,25 @@ def test_drafts_come_from_the_longest_match_in_samples_of_the_same_prompt():
     assert drafts_of([[2, -7, -7, 2]], [5], 2) == [[0, 0]]
 
 
+def run_beside_plain(
+    config: EngineConfig, family: str, reader: Reader, tensor: int
+) -> tuple[list[Completion], dict[str, tuple[float, float]]]:
+    """Run an engine with drafts and require the samples of one without."""
+    replay = family in ("experts", "latent")
+    plain, drafted = (
+        engine_of(chz.replace(each, router_replay=replay), family, reader, tensor)
+        for each in (CONFIG, config)
+    )
+    expected, _ = run(plain, family=family)
+    found, metrics = run(drafted, family=family)
+    same_samples(found, expected, atol=1e-4)
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine.experts is None) == (not replay)
+        if mine.experts is not None and other.experts is not None:
+            np.testing.assert_array_equal(mine.experts, other.experts)
+    return found, metrics
+
+
 @pytest.mark.parametrize(
     ("family", "reader", "tensor"),
     [
@@ -227,18 +246,7 @@ def test_drafts_come_from_the_longest_match_in_samples_of_the_same_prompt():
     ],
 )
 def test_tokens_are_those_without_drafts(family: str, reader: Reader, tensor: int):
-    replay = family in ("experts", "latent")
-    plain, drafted = (
-        engine_of(chz.replace(config, router_replay=replay), family, reader, tensor)
-        for config in (CONFIG, DRAFTED)
-    )
-    expected, _ = run(plain, family=family)
-    found, metrics = run(drafted, family=family)
-    same_samples(found, expected, atol=1e-4)
-    for mine, other in zip(found, expected, strict=True):
-        assert (mine.experts is None) == (not replay)
-        if mine.experts is not None and other.experts is not None:
-            np.testing.assert_array_equal(mine.experts, other.experts)
+    found, metrics = run_beside_plain(DRAFTED, family, reader, tensor)
     # Each step samples one token and what it accepts.
     accepted, num_drafts = metrics["accepted_draft_tokens"][0], metrics["draft_tokens"][0]
     assert accepted > 0.1 * metrics["tokens"][0] and accepted < num_drafts
@@ -270,18 +278,8 @@ def test_tokens_are_those_without_drafts(family: str, reader: Reader, tensor: in
 def test_a_draft_policy_changes_no_sample(
     family: str, reader: Reader, tensor: int, draft_policy: str
 ):
-    replay = family in ("experts", "latent")
     config = chz.replace(DRAFTED, draft_policy=draft_policy)
-    plain, drafted = (
-        engine_of(chz.replace(each, router_replay=replay), family, reader, tensor)
-        for each in (CONFIG, config)
-    )
-    expected, _ = run(plain, family=family)
-    found, metrics = run(drafted, family=family)
-    same_samples(found, expected, atol=1e-4)
-    for mine, other in zip(found, expected, strict=True):
-        if mine.experts is not None and other.experts is not None:
-            np.testing.assert_array_equal(mine.experts, other.experts)
+    _, metrics = run_beside_plain(config, family, reader, tensor)
     if draft_policy == "same":
         # After a stop token, the other drafts of a step are not accepted.
         assert metrics["draft_acceptance"][0] > 0.95 * metrics["draft_acceptance"][1]
