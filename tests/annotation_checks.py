@@ -8,11 +8,8 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any, cast
 
-import jaxtyping
 from beartype import beartype
-
-# Axis letters mean the same size within it.
-_SCOPE = jaxtyping.jaxtyped("context")
+from jaxtyping import jaxtyped
 
 
 def check_annotations(checked: Any) -> Any:
@@ -33,10 +30,16 @@ def check_annotations(checked: Any) -> Any:
     @functools.wraps(checked)
     def in_scope(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        with _SCOPE:
+        with _scope():
             return call(*args, **kwargs)
 
     return in_scope
+
+
+@functools.cache
+def _scope() -> Any:
+    """Return the context in which an axis letter means one size; making it imports jax."""
+    return jaxtyped("context")
 
 
 def _with_checks(function: FunctionType) -> Callable[..., Any]:

@@ -35,6 +35,8 @@ jaxtyping.install_import_hook(
     "beartype.beartype",
 )
 
+# jax reads its settings when it is imported.
+assert "jax" not in sys.modules, "expected jax not to be imported before its settings are made"
 # Set before jax loads: simulated devices deadlock in XLA's collectives when the pool has fewer
 # threads than they need.
 os.environ["JAX_PLATFORMS"] = "cpu"
