@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -30,9 +31,11 @@ from areal_jax.parallel.sharding import Rules, abstract, sharding
 COPIES = ("data",)
 """Mesh axes over which parameters are repeated."""
 
-MIN_LOOKUP_WIDTH = 128
+MIN_LOOKUP_WIDTH = 32
 """Least width of a part of the embedding in which tokens of other devices are looked up: a TPU
-pads the last dimension of an array to 128."""
+pads the last dimension of an array to 128, here to four times the size of the hidden states at
+most.
+"""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,10 @@ class FullySharded:
         """Sum over the devices of the width, of which each gets its part."""
         if not self.width:
             return whole
+        if self.mesh.devices.flat[0].platform == "tpu":
+            # With the width as the last dimension in memory, where parts of it are no multiple of
+            # 128, XLA:TPU of jax 0.10 sums the whole on every device.
+            whole = with_layout_constraint(whole, Layout((self.dim, 1 - self.dim)))
         return jax.lax.psum_scatter(whole, self.width, scatter_dimension=self.dim, tiled=True)
 
     def gather_tokens(self, tokens: Int[Array, "B T"]) -> Int[Array, "N B T"]:

@@ -67,8 +67,9 @@ def token_logprobs(
 
     if shards is not None:
         # As many blocks of the vocabulary, so that as many logits exist at the same time.
+        num_blocks = max(num_chunks, -(-hidden.shape[-1] * head.shape[1] // _MAX_BLOCK))
         of_all: tuple[Array, Array] = _predict_sharded(
-            hidden, head, targets, temperature, learns_entropy, num_chunks, shards
+            hidden, head, targets, temperature, learns_entropy, num_blocks, shards
         )
         logp, entropy = of_all
     else:
@@ -435,6 +436,8 @@ def _block_logits(
 
 _LANES = 128
 """Columns that a TPU reads together."""
+_MAX_BLOCK = 1 << 27
+"""Entries of a block of the head. XLA:TPU of jax 0.10 sums a larger gradient on every device."""
 _NO_LOGIT = -1e30
 """Logit of a column that is not in the vocabulary: finite, so that its products with zero are 0."""
 

@@ -20,8 +20,11 @@ from areal_jax.models.known import known_shape
 from areal_jax.parallel import hlo
 from areal_jax.parallel.compilation import ON_SPARSE_CORES, compile_lowered, compiler_options
 from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.fsdp import fully_sharded, sharded_lookup
 from areal_jax.parallel.mesh import make_rollout_mesh, make_train_mesh
+from areal_jax.parallel.sharding import TRAIN_RULES, sharding
 from areal_jax.parallel.topologies import compile_only_devices
+from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.objective import policy_learner
 from areal_jax.trainer.state import trained
@@ -100,6 +103,49 @@ def test_weights_are_gathered_and_gradients_scattered(
         overlapping = [gathered, scattered] if topology.startswith("v6e") else [scattered]
     for each in overlapping:
         assert sum(of.is_asynchronous for of in each) >= 6 * NUM_LAYERS
+
+
+@pytest.mark.parametrize(("topology", "fsdp"), [("v6e:2x4", 8), ("v5p:4x4x2", 16)])
+def test_a_tied_embedding_with_narrow_parts_is_never_whole(topology: str, fsdp: int) -> None:
+    mesh = make_train_mesh(PlacementConfig(train_fsdp=fsdp), compile_only_devices(topology))
+    vocab, width = MODEL.vocab_size, MODEL.hidden_size
+    assert mesh.shape["fsdp"] == fsdp and width // fsdp % 128 != 0
+    rows = (mesh.size, 1024)
+    lookup, head = (
+        fully_sharded(mesh, axes, shape, rows, TRAIN_RULES)
+        for axes, shape in (
+            (("vocab", "embed"), (vocab, width)),
+            (("embed", "vocab"), (width, vocab)),
+        )
+    )
+    assert lookup and head
+
+    def add_gradient(so_far: jax.Array, embed: jax.Array, tokens: jax.Array) -> jax.Array:
+        def loss(embed: jax.Array) -> jax.Array:
+            hidden = sharded_lookup(embed, tokens, jnp.bfloat16, lookup)
+            logp, _ = token_logprobs(
+                *(hidden, embed.T, tokens, jnp.ones_like(tokens)),
+                chunk_tokens=mesh.size * 128,
+                shards=head,
+            )
+            return logp.sum()
+
+        return so_far + jax.grad(loss)(embed)
+
+    embed = jax.ShapeDtypeStruct(
+        (vocab, width),
+        jnp.float32,
+        sharding=sharding(mesh, ("vocab", "embed"), (vocab, width), TRAIN_RULES),
+    )
+    tokens = jax.ShapeDtypeStruct(
+        rows, jnp.int32, sharding=sharding(mesh, ("batch", "tokens"), rows, TRAIN_RULES)
+    )
+    program = jax.jit(add_gradient, donate_argnums=0, out_shardings=embed.sharding)
+    found = collectives(compile_lowered(program.lower(embed, embed, tokens), mesh), mesh)
+    # Eight blocks of the head. Hidden states and their gradient change places with tokens.
+    assert [of.num_bytes for of in found["reduce-scatter", ("fsdp",)]] == [4 * EMBEDDING // 8] * 8
+    assert total(found["all-to-all", ("fsdp",)]) == 2 * 2 * 1024 * width
+    assert total(found.get(("all-reduce", ("fsdp",)), [])) < 2**10
 
 
 def test_gradients_are_summed_over_copies_once_for_an_update() -> None:
