@@ -33,9 +33,7 @@ COPIES = ("data",)
 
 MIN_LOOKUP_WIDTH = 32
 """Least width of a part of the embedding in which tokens of other devices are looked up: a TPU
-pads the last dimension of an array to 128, here to four times the size of the hidden states at
-most.
-"""
+pads it to 128, so that what is looked up takes up to four times the memory of hidden states."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,7 @@ class FullySharded:
         def run(_: Array, *local: Any) -> tuple[Array]:
             return (self.sum_over_rest(self.scatter_part(function(*local))),)
 
-        (dw,) = self.run_on_parts(run, w, *arguments, wide=wide, num_arrays=0)
-        return dw
+        return self.run_on_parts(run, w, *arguments, wide=wide, num_arrays=0)[0]
 
     def run_on_parts(
         self,
@@ -124,8 +121,7 @@ class FullySharded:
         if not self.width:
             return whole
         if self.mesh.devices.flat[0].platform == "tpu":
-            # With the width as the last dimension in memory, where parts of it are no multiple of
-            # 128, XLA:TPU of jax 0.10 sums the whole on every device.
+            # XLA:TPU of jax 0.10 would sum the whole where narrow parts are last in memory.
             whole = with_layout_constraint(whole, Layout((self.dim, 1 - self.dim)))
         return jax.lax.psum_scatter(whole, self.width, scatter_dimension=self.dim, tiled=True)
 
@@ -200,8 +196,7 @@ def fully_sharded(
     both = _names(sharding(mesh, axes, shape, rules).spec)
     by_tokens = _names(sharding(mesh, ("batch", "tokens"), tokens, rules).spec)
     found = FullySharded(mesh, both[dim], both[1 - dim], by_tokens, dim, copies)
-    is_sharded = found.width or copies
-    return found if is_sharded and {*found.width} <= {*chain(*by_tokens)} else None
+    return found if (found.width or copies) and {*found.width} <= {*chain(*by_tokens)} else None
 
 
 @dataclass(frozen=True)
@@ -315,8 +310,7 @@ def sharded_product(
 
 
 def _forward(x: Array, w: Array, shards: FullySharded) -> tuple[Array, tuple[Array, Array]]:
-    # Not sharded_product itself, inside which a rematerialization policy would not find the
-    # product.
+    # Not sharded_product itself, in which a rematerialization policy would not find the product.
     return x @ shards.gather(w.astype(x.dtype)), (x, w)
 
 
@@ -363,10 +357,8 @@ def _look_up(
 
 
 def _lookup_backward(
-    dtype: DTypeLike, shards: FullySharded, saved: tuple[Array, Array], dx: Array
+    _: DTypeLike, shards: FullySharded, saved: tuple[Array, Array], dx: Array
 ) -> tuple[Array, None]:
-    del dtype
-
     def gradient(part: Array, tokens: Array, dx: Array) -> tuple[Array]:
         if _is_narrow(part):
             whole = jnp.zeros((part.shape[0], dx.shape[-1]))
