@@ -122,7 +122,7 @@ def test_a_tied_embedding_with_narrow_parts_is_never_whole(topology: str, fsdp: 
 
     def add_gradient(so_far: jax.Array, embed: jax.Array, tokens: jax.Array) -> jax.Array:
         def loss(embed: jax.Array) -> jax.Array:
-            hidden = sharded_lookup(embed, tokens, jnp.bfloat16, lookup)
+            hidden: jax.Array = sharded_lookup(embed, tokens, jnp.bfloat16, lookup)
             logp, _ = token_logprobs(
                 *(hidden, embed.T, tokens, jnp.ones_like(tokens)),
                 chunk_tokens=mesh.size * 128,
