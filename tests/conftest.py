@@ -118,20 +118,33 @@ def run_metrics_are_documented(request: pytest.FixtureRequest) -> Iterator[None]
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Free what a file of tests has cached, and the compiled programs of the process, if it has
-    grown to 2 GiB or to 10 000 mappings of memory.
+    grown to 2 GiB.
 
-    Without this a process that runs half of all tests grows to more than 5 GiB. A program of jax
-    0.12 has many mappings, and LLVM aborts the process when Linux allows no more (65 530).
+    Without this a process that runs half of all tests grows to more than 5 GiB.
     """
     yield
-    statm, maps = Path("/proc/self/statm"), Path("/proc/self/maps")
-    if "jax" not in sys.modules or not statm.exists():
-        return
-    num_bytes = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    if num_bytes > 2 << 30 or maps.read_bytes().count(b"\n") > 10_000:
-        for each in vars(request.module).values():
-            if getattr(each, "__module__", None) == request.module.__name__:
-                getattr(each, "cache_clear", bool)()
+    statm = Path("/proc/self/statm")
+    if statm.exists() and int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > 2 << 30:
+        _free_programs(request)
+
+
+@pytest.fixture(autouse=True)
+def bounded_mappings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Free them after a test, too, if the process has grown to 20 000 mappings of memory.
+
+    A program of jax 0.12 has many, and LLVM aborts the process when Linux allows no more (65 530).
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        _free_programs(request)
+
+
+def _free_programs(request: pytest.FixtureRequest) -> None:
+    for each in vars(request.module).values():
+        if getattr(each, "__module__", None) == request.module.__name__:
+            getattr(each, "cache_clear", bool)()
+    if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         with warnings.catch_warnings():
             # What is collected here may be of any file before this one.
