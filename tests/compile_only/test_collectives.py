@@ -132,13 +132,12 @@ def test_a_tied_embedding_with_narrow_parts_is_never_whole(topology: str, fsdp: 
 
         return so_far + jax.grad(loss)(embed)
 
-    embed = jax.ShapeDtypeStruct(
-        (vocab, width),
-        jnp.float32,
-        sharding=sharding(mesh, ("vocab", "embed"), (vocab, width), TRAIN_RULES),
-    )
-    tokens = jax.ShapeDtypeStruct(
-        rows, jnp.int32, sharding=sharding(mesh, ("batch", "tokens"), rows, TRAIN_RULES)
+    embed, tokens = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, axes, shape, TRAIN_RULES))
+        for axes, shape, dtype in (
+            (("vocab", "embed"), (vocab, width), jnp.float32),
+            (("batch", "tokens"), rows, jnp.int32),
+        )
     )
     program = jax.jit(add_gradient, donate_argnums=0, out_shardings=embed.sharding)
     found = collectives(compile_lowered(program.lower(embed, embed, tokens), mesh), mesh)
