@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from areal_jax.data.policy_files import EMBEDDED
 
 KV_TOKENS = 400_000_000
 """More than fits a slice."""
+QUICKLY = {**os.environ, "JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1"}
+"""The environment of a command whose programs need not be fast."""
 
 
 def write_reward_model(folder: Path) -> Path:
@@ -30,6 +33,7 @@ def test_compile_for_prints_programs_and_refuses_what_does_not_fit(tmp_path: Pat
     command += [f"rewards.model.path={model}", "rewards.model.max_tokens=160"]
     done = subprocess.run(
         [sys.executable, "-m", "areal_jax.train", *command, f"engine.kv_tokens={KV_TOKENS}"],
+        env=QUICKLY,
         capture_output=True,
         text=True,
         timeout=300,
@@ -67,6 +71,7 @@ def test_plan_compiles_a_shape_without_weights_and_tokenizer(tmp_path: Path) -> 
     command = [f"model={tmp_path}", "devices=4", "context=512", "prompt_tokens=128", "slots=8"]
     done = subprocess.run(
         [sys.executable, "-m", "areal_jax.plan", *command, "--compile-for=v5e:2x2"],
+        env=QUICKLY,
         capture_output=True,
         text=True,
         timeout=300,
