@@ -100,7 +100,8 @@ def test_adapters_in_one_batch_get_what_each_gets_alone() -> None:
     np.testing.assert_allclose(together[0][0].logp, expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("draft_policy", ["", pytest.param("base", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_policy", ["", "base"])
 def test_drafts_leave_the_samples_of_every_adapter(draft_policy: str) -> None:
     both = Pinned(Weights(0, stacked({0: (0, 1), 2: (1, 2)})))
     requests = asked("a", 0), asked("b", 2), asked("base", 1)

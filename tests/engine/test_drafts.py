@@ -259,10 +259,10 @@ def test_tokens_are_those_without_drafts(family: str, reader: Reader, tensor: in
     ("family", "reader", "tensor", "draft_policy"),
     [
         ("dense", "view", 1, "same"),
-        ("dense", "plain", 2, "guessing"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("dense", "plain", 2, "guessing"),
                 ("dense", "plain", 1, "same"),
                 ("dense", "view", 2, "same"),
                 ("dense", "view", 1, "guessing"),
@@ -287,9 +287,8 @@ def test_a_draft_policy_changes_no_sample(
         assert metrics["draft_acceptance"][0] < 0.05 * metrics["draft_acceptance"][1]
 
 
-@pytest.mark.parametrize(
-    "num_drafts", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 5))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", [1, 2, 5])
 def test_drafts_of_the_policy_itself_are_accepted(num_drafts: int):
     # Prompts of one token, of several prefill chunks, and of a cached prefix; one step in each
     # dispatch, which begins with what the draft policy has not read.

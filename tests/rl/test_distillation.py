@@ -161,6 +161,7 @@ def test_cross_tokenizer_divergence_equals_its_definition() -> None:
     assert abs(divergence(6) - expected) < 2 * teacher.min() + 0.05
 
 
+@pytest.mark.slow
 def test_divergences_do_not_depend_on_chunks() -> None:
     rng = np.random.default_rng(1)
     hidden = jnp.asarray(rng.normal(size=(2, 11, 4)), jnp.float32)

@@ -162,6 +162,7 @@ def test_answers_without_a_verifier_are_refused(tmp_path: Path) -> None:
     assert "found -5 (wrong)" in line and "set tasks.answer_field=text to a field" in line
 
 
+@pytest.mark.slow
 def test_a_form_that_refuses_right_answers_is_refused(gsm8k: list[str]) -> None:
     assert findings(run("gsm8k", *gsm8k, "rewards.form=<think>.*</think>.*")) == []
     found = findings(run("gsm8k", *gsm8k, "rewards.form=<final>.*</final>"))
