@@ -181,6 +181,8 @@ def _activations(
     per_mlp = SAVED_PER_MLP
     if is_explicit:
         per_mlp = RECOMPUTED_PER_ADAPTED_MLP if policy.lora else RECOMPUTED_PER_MLP
+        # One more where attention, too, is recomputed.
+        per_mlp += has_lanes and policy.lora is not None and config.remat == "full"
     return tokens * model.num_hidden_layers * kept, whole(per_mlp) + lanes
 
 
