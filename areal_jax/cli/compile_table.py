@@ -11,6 +11,7 @@ import chz
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from areal_jax.cli.arguments import fail
@@ -117,7 +118,10 @@ def show_report(report: CompileReport, console: Console) -> int:
     console.print(f"{report.topology}: {report.devices}")
     for table in (_memory(report), _bounds(report), _collectives(report)):
         if table.rows:
-            console.print(table)
+            # As wide as its figures: rich cuts them to the width of the terminal, or 80 columns.
+            wide = console.options.update(max_width=1000)
+            table.width = Measurement.get(console, wide, table).maximum
+            console.print(table, crop=False)
     for line in _notes(report):
         console.print(escape(line), soft_wrap=True)
     too_large = [each for each in report.programs if not each.fits]

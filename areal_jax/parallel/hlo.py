@@ -51,9 +51,12 @@ _FREE = frozenset(
     {
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
         *("after-all", "partition-id", "replica-id", "while", "conditional", "call", "domain"),
-        *("copy-done", "async-done", "async-update", "send", "send-done", "recv", "recv-done"),
+        *("send", "recv"),
     }
 )
+# What continues and ends asynchronous instructions: counted at their start.
+_ENDS = ("-done", "-update")
+_CUTS = ("dynamic-slice", "slice", "gather")
 
 
 class ArrayShape(NamedTuple):
@@ -349,18 +352,23 @@ class Program:
         """Return the bytes that an instruction outside of fusions reads and writes."""
         opcode = instruction.opcode
         target = instruction.attribute("custom_call_target")
-        if opcode in _FREE or opcode.endswith("-done") or "AllocateBuffer" in target:
+        if opcode in _FREE or opcode.endswith(_ENDS) or "AllocateBuffer" in target:
             return 0
         written = _main_bytes(instruction)
-        if opcode in ("dynamic-slice", "slice", "gather"):
-            return 2 * written
-        if opcode in ("dynamic-update-slice", "scatter"):
-            update = computation.instructions[instruction.operands[1 if opcode[0] == "d" else -1]]
-            return 2 * _main_bytes(update)
-        if opcode.removesuffix("-start") in KINDS:
+        starts, kind = opcode.endswith("-start"), opcode.removesuffix("-start")
+        if kind in (*_CUTS, "dynamic-update-slice", "scatter"):
+            whole = computation.instructions[instruction.operands[0]].arrays[0]
+            if kind in _CUTS:
+                # A start also returns its operands, before the slice.
+                part = instruction.arrays[len(instruction.operands) if starts else 0]
+            else:
+                update = instruction.operands[1 if kind == "dynamic-update-slice" else -1]
+                part = computation.instructions[update].arrays[0]
+            return part.num_bytes * (part.in_main_memory + whole.in_main_memory)
+        if kind in KINDS:
             # A start also returns its operands.
             given = sum(_main_bytes(each) for each in _inputs(computation, instruction))
-            return max(written, given) if opcode.endswith("-start") else written + given
+            return max(written, given) if starts else written + given
         if opcode == "copy-start":
             # From and to: the first two results.
             return sum(array.num_bytes for array in instruction.arrays[:2] if array.in_main_memory)
@@ -371,25 +379,27 @@ class Program:
         replaces a slice, those of the slice.
         """
         inner = self.computations[called]
-        total = 0
-        root = inner.root
-        while root.opcode in ("bitcast", "copy") and root.operands[0] in inner.instructions:
-            root = inner.instructions[root.operands[0]]
-        replaced = ""
-        if root.opcode == "dynamic-update-slice":
-            replaced = _source(inner, root.operands[0])
-            total += _main_bytes(inner.instructions[root.operands[1]])
-        elif root.opcode == "scatter":
-            replaced = _source(inner, root.operands[0])
-            total += 2 * _main_bytes(inner.instructions[root.operands[-1]])
-        else:
-            # A start also returns its operands.
-            total += _main_bytes(inner.root if fusion.opcode == "fusion-start" else fusion)
+        results = _inputs(inner, inner.root) if inner.root.opcode == "tuple" else [inner.root]
+        # A start also returns its operands.
+        arrays = iter(inner.root.arrays if fusion.opcode == "fusion-start" else fusion.arrays)
+        total, replaced = 0, set[str]()
+        for result in results:
+            written = [next(arrays) for _ in result.arrays]
+            while result.opcode in ("bitcast", "copy") and result.operands[0] in inner.instructions:
+                result = inner.instructions[result.operands[0]]
+            if result.opcode == "dynamic-update-slice":
+                replaced.add(_source(inner, result.operands[0]))
+                total += _main_bytes(inner.instructions[result.operands[1]])
+            elif result.opcode == "scatter":
+                replaced.add(_source(inner, result.operands[0]))
+                total += 2 * _main_bytes(inner.instructions[result.operands[-1]])
+            else:
+                total += sum(array.num_bytes for array in written if array.in_main_memory)
         for operand, parameter in zip(_inputs(computation, fusion), inner.parameters, strict=False):
-            if parameter.name == replaced:
+            if parameter.name in replaced:
                 continue
             users = inner.users.get(parameter.name, [])
-            sliced = [each for each in users if each.opcode in ("dynamic-slice", "slice", "gather")]
+            sliced = [each for each in users if each.opcode in _CUTS]
             whole = _main_bytes(operand)
             if users and len(sliced) == len(users):
                 read = sum(array.num_bytes for each in sliced for array in each.arrays)
@@ -612,9 +622,10 @@ def _between_slices(
 
 
 def _overlaps(computation: Computation, start: Instruction) -> bool:
-    """Return whether something else runs between the start of a collective and its end.
+    """Return whether the device computes between the start of a collective and its end.
 
-    XLA:GPU makes all collectives asynchronous, and marks those that end before anything else runs.
+    Copies by its DMA engines are no computation. XLA:GPU makes all collectives asynchronous, and
+    marks those that end before anything else runs.
     """
     if '"is_sync":true' in start.attributes:
         return False
@@ -622,8 +633,10 @@ def _overlaps(computation: Computation, start: Instruction) -> bool:
     for each in computation.instructions.values():
         if is_started and start.name in each.operands and each.opcode.endswith("-done"):
             return False
-        kind = each.opcode.removesuffix("-start").removesuffix("-done")
-        if is_started and each.opcode not in _FREE and kind not in KINDS:
+        begun = each.opcode.removesuffix("-start")
+        waits = begun in (*_FREE, *KINDS) or begun.endswith(_ENDS)
+        copies = begun != each.opcode and begun in ("copy", *_CUTS)
+        if is_started and not waits and not copies:
             return True
         is_started |= each is start
     return False

@@ -241,3 +241,66 @@ ENTRY %main (weights: f32[28,64,32], layer: s32[]) -> f32[1,64,32] {
 def test_slices_that_start_early_move_only_the_slice() -> None:
     slice_bytes, index_bytes = 64 * 32 * 4, 4
     assert Program(ASYNCHRONOUS_SLICE).work().num_bytes == 2 * slice_bytes + index_bytes
+
+
+SLICES_AND_COPIES = """\
+HloModule moved, is_scheduled=true, num_partitions=4
+
+ENTRY %main (weights: s8[65536], part: f32[16]) -> f32[64] {
+  %weights = s8[65536]{0:T(1024)} parameter(0)
+  %part = f32[16]{0:T(128)} parameter(1)
+  %gathers = (f32[16]{0:T(128)}, f32[64]{0:T(256)}) all-gather-start(%part), replica_groups={{0,1,2,3}}, dimensions={0}
+  %begun = ((s8[65536]{0:T(1024)}), s8[4096]{0:T(1024)S(1)}, s32[]{:S(2)}) slice-start(%weights), slice={[0:4096]}
+  %goes_on = ((s8[65536]{0:T(1024)}), s8[4096]{0:T(1024)S(1)}, s32[]{:S(2)}) slice-update(%begun)
+  %ended = s8[4096]{0:T(1024)S(1)} slice-done(%goes_on)
+  %read = s8[2048]{0:T(1024)S(1)} slice(%weights), slice={[0:2048]}
+  ROOT %whole = f32[64]{0:T(256)} all-gather-done(%gathers)
+}
+"""
+
+
+def test_slices_into_memory_on_the_chip_are_read_once() -> None:
+    gathered = (16 + 64) * 4
+    assert Program(SLICES_AND_COPIES).work().num_bytes == gathered + 4096 + 2048
+
+
+def test_a_collective_overlaps_with_computation_but_not_with_copies() -> None:
+    def overlaps(text: str) -> list[bool]:
+        return [each.is_asynchronous for each in Program(text).work().collectives]
+
+    copies_alone = SLICES_AND_COPIES.replace(
+        "  %read = s8[2048]{0:T(1024)S(1)} slice(%weights), slice={[0:2048]}\n", ""
+    )
+    assert overlaps(copies_alone) == [False]
+    assert overlaps(SLICES_AND_COPIES) == [True]
+
+
+TWO_UPDATES = """\
+HloModule updated, is_scheduled=true
+
+%fused (keys: f32[512,64], key: f32[1,64], at: s32[], values: f32[512,64], value: f32[1,64]) -> (f32[512,64], f32[512,64]) {
+  %keys = f32[512,64]{1,0} parameter(0)
+  %key = f32[1,64]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %values = f32[512,64]{1,0} parameter(3)
+  %value = f32[1,64]{1,0} parameter(4)
+  %zero = s32[] constant(0)
+  %new_keys = f32[512,64]{1,0} dynamic-update-slice(%keys, %key, %at, %zero)
+  %new_values = f32[512,64]{1,0} dynamic-update-slice(%values, %value, %at, %zero)
+  ROOT %both = (f32[512,64]{1,0}, f32[512,64]{1,0}) tuple(%new_keys, %new_values)
+}
+
+ENTRY %main (keys: f32[512,64], key: f32[1,64], at: s32[], values: f32[512,64], value: f32[1,64]) -> (f32[512,64], f32[512,64]) {
+  %keys = f32[512,64]{1,0} parameter(0)
+  %key = f32[1,64]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %values = f32[512,64]{1,0} parameter(3)
+  %value = f32[1,64]{1,0} parameter(4)
+  ROOT %updated = (f32[512,64]{1,0}, f32[512,64]{1,0}) fusion(%keys, %key, %at, %values, %value), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_a_fusion_of_two_updates_moves_only_the_slices() -> None:
+    slice_bytes, index_bytes = 64 * 4, 4
+    assert Program(TWO_UPDATES).work().num_bytes == 2 * 2 * slice_bytes + index_bytes
