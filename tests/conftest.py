@@ -122,6 +122,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = filter(is_chosen, items)
 
 
+def pytest_collection_finish() -> None:
+    """Collect garbage less often, and not among the modules and tests of the process.
+
+    To trace and lower programs makes many small objects: this saves a tenth of the time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 @pytest.fixture(autouse=True)
 def run_metrics_are_documented(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that every metric of the runs in a test's `tmp_path` is in the table of metrics."""

@@ -103,9 +103,8 @@ class Policy:
             name: nnx.graphdef(getattr(decoder, name)) for name in _stacks(config)
         }
         self._tower: Any = nnx.graphdef(decoder.vision) if config.vision else None
-        self._abstract = jax.eval_shape(
-            lambda: _joined(config, nnx.to_pure_dict(nnx.state(Decoder(config, jax.random.key(0)))))
-        )
+        shapes = nnx.to_pure_dict(nnx.state(decoder))
+        self._abstract = jax.eval_shape(partial(_joined, config), shapes)
         axes = {
             path: variable.get_metadata("axes")
             for path, variable in nnx.to_flat_state(nnx.state(decoder))

@@ -380,9 +380,7 @@ def test_targets_in_one_fused_matrix_belong_together() -> None:
 @pytest.mark.parametrize("rslora", [False, True])
 def test_adapters_of_fused_matrices_are_read_back(tmp_path: Path, rslora: bool) -> None:
     policy = Policy(tiny_policy("Phi3ForCausalLM").config, LoRA(rank=2, rslora=rslora))
-    adapter = jax.tree.map(
-        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), lora.abstract(policy)
-    )
+    adapter = random_adapter(policy)
     lora.save(tmp_path, policy, adapter, "base")
     assert lora.read_config(tmp_path) == policy.lora
     one = jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), lora.abstract(policy))
@@ -421,10 +419,7 @@ def test_every_family_adds_its_adapter_to_its_weights(architecture: str) -> None
     policy = Policy(config, LoRA(rank=2, targets=targets))
     assert set(lora.find_targets(policy)) == set(targets)
     base = random_params(policy)
-    adapter = jax.tree.map(
-        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape) / 4,
-        lora.abstract(policy),
-    )
+    adapter = random_adapter(policy)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 12)))
     ours = logits(policy, lora.attach(policy, base, adapter), tokens)
     merged = jax.tree.map(jnp.asarray, lora.merge(policy, base, adapter))
