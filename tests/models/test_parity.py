@@ -50,8 +50,7 @@ class Original(NamedTuple):
 def original(family: str) -> Original:
     folder = FIXTURES / family
     policy = Policy(hf.read_config(folder))
-    # NumPy arrays are cut and placed without programs of their own for every shape.
-    params = jax.device_get(hf.load(folder, policy, on_one_device(policy)))
+    params = hf.load(folder, policy, on_one_device(policy))
     expected = load_file(folder / "expected.safetensors")
     return Original(policy, params, expected, jnp.asarray(expected["tokens"]))
 
@@ -96,7 +95,8 @@ def test_sharded_logits_loss_and_gradient_match_transformers(family: str, expert
     positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
     attend = sharded_attention(segments, "dense", mesh, TRAIN_RULES)
     assert_matches(
-        Original(policy, jax.device_put(params, placed), expected, tokens),
+        # NumPy arrays are cut and placed without programs of their own for every shape.
+        Original(policy, jax.device_put(jax.device_get(params), placed), expected, tokens),
         lambda params: policy.hidden(
             params,
             rows,
