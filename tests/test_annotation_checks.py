@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 from annotation_checks import check_annotations
@@ -58,6 +59,7 @@ def test_what_only_type_checkers_can_read_is_not_checked() -> None:
         next_of(iter("text"), None)
 
 
+@pytest.mark.skipif(jaxtyping.config.jaxtyping_disable, reason="JAXTYPING_DISABLE is set")
 def test_modules_with_shapes_are_checked() -> None:
     from areal_jax.rl.logprobs import values_before
 
