@@ -5,7 +5,9 @@ without them.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +17,9 @@ from jax.sharding import Mesh
 from areal_jax.parallel import gpu_topologies
 from areal_jax.parallel.torus import has_torus
 
-_FORM = re.compile(r"(?:(\d+)x)?(v\d[a-z]*:\d+(?:x\d+)+)")
+# Names of slices, and the dimensions of their torus.
+_KINDS = {"TPU v5 lite": ("v5e", 2), "TPU v5": ("v5p", 3), "TPU v6 lite": ("v6e", 2)}
+_FORM = re.compile(r"(?:([1-9]\d*)x)?(v5e|v5p|v6e):(\d+(?:x\d+)+)")
 
 
 def compile_only_devices(topology: str) -> list[jax.Device]:
@@ -30,11 +34,14 @@ def compile_only_devices(topology: str) -> list[jax.Device]:
     """
     if gpu_topologies.FORM.fullmatch(topology):
         return gpu_topologies.compile_only_gpus(topology)
-    if not (found := _FORM.fullmatch(topology)):
+    found = _FORM.fullmatch(topology)
+    sizes = [int(size) for size in found[3].split("x")] if found else []
+    exist = all(size == 1 or (size and size % 2 == 0) for size in sizes)
+    if not (found and exist and len(sizes) <= dict(_KINDS.values())[found[2]]):
         raise ValueError(
-            f"expected a TPU slice such as v5e:4x4, v6e:4x4, v5p:4x4x8 or 2xv5p:4x4x4, or GPU "
-            f"nodes such as h200:8 or 2xh200:8 ({', '.join(gpu_topologies.GPU_TARGETS)}), found "
-            f"{topology!r}"
+            f"expected a TPU slice such as v5e:4x4, v6e:4x4, v5p:4x4x8 or 2xv5p:4x4x4, of sizes "
+            f"that are 1 or even, or GPU nodes such as h200:8 or 2xh200:8 "
+            f"({', '.join(gpu_topologies.GPU_TARGETS)}), found {topology!r}"
         )
     if find_spec("libtpu") is None:
         raise ValueError(
@@ -44,10 +51,9 @@ def compile_only_devices(topology: str) -> list[jax.Device]:
     num_slices = int(found[1] or 1)
     options = {"num_slices": num_slices} if num_slices > 1 else {}
     try:
-        described = get_topology_desc(platform="tpu", topology_name=found[2], **options)
+        return _describe(found[2], sizes, **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"expected a TPU slice, found {topology}: {error}") from None
-    return list(described.devices)
 
 
 def on_own_slice(mesh: Mesh) -> Mesh:
@@ -71,19 +77,19 @@ def on_own_slice(mesh: Mesh) -> Mesh:
             f"expected meshes that are cuboids of the slice, found {len(devices)} devices in "
             f"{shape}; change placement.rollout_share to whole rows or layers of the slice"
         )
-    name = _NAMES[devices[0].device_kind]
-    dims = sizes if name == "v5p" else sizes[:2]
-    described = get_topology_desc(
-        platform="tpu",
-        topology_name=f"{name}:{'x'.join(map(str, dims))}",
-        chips_per_host_bounds=[
-            2 if size % 2 == 0 and axis < 2 else 1 for axis, size in enumerate(sizes)
-        ],
-    )
-    by_coords = {tuple(device.coords): device for device in described.devices}
+    name, num_sizes = _KINDS[devices[0].device_kind]
+    by_coords = {tuple(each.coords): each for each in _describe(name, sizes[:num_sizes])}
     own = np.empty(len(devices), object)
     own[:] = [by_coords[tuple(place)] for place in coords.tolist()]
     return Mesh(own.reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types)
 
 
-_NAMES = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+def _describe(name: str, sizes: Sequence[int], **options: Any) -> list[jax.Device]:
+    """Return the devices of a slice of hosts with 2 x 2 chips, or fewer where it is narrower."""
+    described = get_topology_desc(
+        platform="tpu",
+        topology_name=f"{name}:{'x'.join(map(str, sizes))}",
+        chips_per_host_bounds=[*(1 + (size % 2 == 0) for size in sizes[:2]), 1],
+        **options,
+    )
+    return list(described.devices)

@@ -17,6 +17,11 @@ from areal_jax.parallel.topologies import compile_only_devices
         ("h300:8", "one of a100, h100, h200, b200, found 'h300'"),
         ("h200", "GPU nodes such as h200:8 .*, found 'h200'"),
         ("v5e", "TPU slice such as v5e:4x4, .*, found 'v5e'"),
+        ("v4:2x2x1", "TPU slice such as v5e:4x4, .*, found 'v4:2x2x1'"),
+        ("v6e:4x4x4", "TPU slice such as v5e:4x4, .*, found 'v6e:4x4x4'"),
+        ("v6e:0x4", "found 'v6e:0x4'"),
+        ("v5p:3x3x3", "of sizes that are 1 or even, .*, found 'v5p:3x3x3'"),
+        ("0xv5p:2x2x1", "found '0xv5p:2x2x1'"),
     ],
 )
 def test_topologies_that_do_not_exist_are_refused(name: str, said: str) -> None:
