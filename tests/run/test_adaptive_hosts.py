@@ -126,7 +126,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("alone_with_ray")
+@pytest.mark.ray_run
 def test_moves_change_no_sample_and_no_parameter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,7 +187,7 @@ def test_moves_change_no_sample_and_no_parameter(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("alone_with_ray")
+@pytest.mark.ray_run
 def test_moves_and_a_death_in_one_keep_all_laws(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -256,7 +256,7 @@ def test_moves_and_a_death_in_one_keep_all_laws(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("alone_with_ray")
+@pytest.mark.ray_run
 def test_hosts_without_resources_give_way_to_those_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

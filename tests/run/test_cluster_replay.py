@@ -41,7 +41,7 @@ CLUSTER = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.usefixtures("alone_with_ray")
+@pytest.mark.ray_run
 def test_recorded_experts_reach_trainer_hosts(tmp_path: Path, of_a_command: dict[str, str]) -> None:
     policy = write_tiny_experts(tmp_path / "policy")
     reward = tmp_path / "reward.py"

@@ -31,7 +31,7 @@ def kill(connection: WorkerHandle) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.usefixtures("alone_with_ray")
+@pytest.mark.ray_run
 def test_worker_deaths_lose_no_task(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     experiment = small_run()
     killed: list[str] = []

@@ -290,7 +290,7 @@ STEPS = 10
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.usefixtures("alone_with_ray")
+@pytest.mark.ray_run
 def test_run_on_three_nodes_survives_the_death_of_two(
     nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

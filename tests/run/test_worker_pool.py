@@ -46,7 +46,7 @@ def test_the_file_in_the_run_folder_gives_the_number_of_engines(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("alone_with_ray")
+@pytest.mark.ray_run
 def test_engines_join_and_leave_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     experiment = small_run(
         *("launch.rollout_engines=1", "launch.max_engines=2", "launch.trainer_hosts=1"),
