@@ -8,6 +8,7 @@ The file has more than 400 lines because counting follows the grammar of the tex
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -384,7 +385,7 @@ class Program:
         arrays = iter(inner.root.arrays if fusion.opcode == "fusion-start" else fusion.arrays)
         total, replaced = 0, set[str]()
         for result in results:
-            written = [next(arrays) for _ in result.arrays]
+            written = list(itertools.islice(arrays, len(result.arrays)))
             while result.opcode in ("bitcast", "copy") and result.operands[0] in inner.instructions:
                 result = inner.instructions[result.operands[0]]
             if result.opcode == "dynamic-update-slice":
