@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -36,9 +35,16 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 
 def test_every_command_is_a_script_of_the_package() -> None:
     assert set(SCRIPTS) == set(COMMANDS)
-    for script, target in SCRIPTS.items():
-        module, _, name = target.partition(":")
-        assert getattr(import_module(module), name) is COMMANDS[script].main
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_a_script_runs_its_command(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, _, name = SCRIPTS[script].partition(":")
+    code = f"import sys; from {module} import {name}; sys.exit({name}())"
+    command = [sys.executable, "-c", code, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == COMMANDS[script].main(["--help"]) == 0, done.stderr
+    assert done.stdout == capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", COMMANDS)

@@ -87,3 +87,42 @@ def test_jax_sees_the_simulated_devices() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT, env=env
     )
     assert done.stdout == "3\n", done.stderr
+
+
+ALLOCATES = """
+import ctypes, os, re, sys
+from areal_jax.cluster.environment import use_huge_pages
+use_huge_pages()
+malloc = ctypes.CDLL(None).malloc
+malloc.restype = ctypes.c_void_p
+address = malloc(ctypes.c_size_t(2**26))
+for mapping in re.split(r"(?m)^(?=[0-9a-f]+-)", open("/proc/self/smaps").read())[1:]:
+    first, last = (int(each, 16) for each in mapping.split()[0].split("-"))
+    if first <= address < last:
+        flags = re.search("VmFlags:(.*)", mapping)[1].split()
+print(os.environ.get("GLIBC_TUNABLES"), "hg" in flags, *sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("tunables", "expected"),
+    [
+        ("", "glibc.malloc.hugetlb=1 True"),
+        ("glibc.malloc.perturb=0", "glibc.malloc.perturb=0:glibc.malloc.hugetlb=1 True"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0 False"),
+    ],
+)
+def test_large_allocations_of_a_command_are_in_huge_pages_on_request(
+    tunables: str, expected: str
+) -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not (setting.exists() and "[madvise]" in setting.read_text()):
+        expected = f"{tunables} False"
+    done = subprocess.run(
+        [sys.executable, "-c", ALLOCATES, "a b", "--c=d"],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": tunables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == f"{expected} a b --c=d"
