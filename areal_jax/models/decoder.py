@@ -607,7 +607,7 @@ class Attention(nnx.Module):
             out = out * jax.nn.sigmoid(gate)
         B, T, N, H = out.shape
         out = _product(out.reshape(B, T, N * H), self.o.get_value(), num_inputs=2)
-        return out + self.o_bias[...].astype(x.dtype) if self.output_bias else out, cache
+        return _add_bias(out, self.o_bias[...]) if self.output_bias else out, cache
 
     def _normed(self, x: Float[Array, "B T N H"], scale: Array) -> Float[Array, "B T N H"]:
         """Normalize each head, or all heads together."""
@@ -616,7 +616,7 @@ class Attention(nnx.Module):
 
     def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
         y = _product(x, getattr(self, name).get_value())
-        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.bias else y
+        return _add_bias(y, getattr(self, f"{name}_bias")[...]) if self.bias else y
 
 
 class LatentAttention(nnx.Module):
@@ -702,7 +702,7 @@ class LatentAttention(nnx.Module):
             out = out[..., : config.v_head_dim]
         B, T, N, H = out.shape
         y = _product(out.reshape(B, T, N * H), self.o.get_value(), num_inputs=2)
-        return y + self.o_bias[...].astype(x.dtype) if self.output_bias else y, cache
+        return _add_bias(y, self.o_bias[...]) if self.output_bias else y, cache
 
     def _query(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         if self.config.q_lora_rank is None:
@@ -712,7 +712,7 @@ class LatentAttention(nnx.Module):
 
     def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T R"]:
         y = _product(x, getattr(self, name).get_value())
-        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.output_bias else y
+        return _add_bias(y, getattr(self, f"{name}_bias")[...]) if self.output_bias else y
 
 
 _LATENT_EPS = 1e-6
@@ -813,7 +813,7 @@ class MLP(nnx.Module):
 
     def _project(self, x: Float[Array, "B T I"], name: str) -> Float[Array, "B T O"]:
         y = _product(x, getattr(self, name).get_value())
-        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.bias else y
+        return _add_bias(y, getattr(self, f"{name}_bias")[...]) if self.bias else y
 
 
 def _normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float) -> Float[Array, "..."]:
@@ -879,6 +879,26 @@ def _flat_product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array
 
 
 _flat_product.defvjp(_flat_product_forward, _flat_product_backward)
+
+
+@jax.custom_vjp
+def _add_bias(y: Float[Array, "B T *O"], bias: Float[Array, "*O"]) -> Float[Array, "B T *O"]:
+    """Add a bias in the dtype of y; its gradient is summed over tokens in float32.
+
+    By jax's rule it is summed in the dtype of y, for which XLA on CPU has a slow loop.
+    """
+    return y + bias.astype(y.dtype)
+
+
+def _add_bias_forward(y: Array, bias: Array) -> tuple[Array, Array]:
+    return _add_bias(y, bias), bias
+
+
+def _add_bias_backward(bias: Array, dy: Array) -> tuple[Array, Array]:
+    return dy, jnp.sum(dy, axis=(0, 1), dtype=jnp.float32).astype(bias.dtype)
+
+
+_add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def _rms_norm(

@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Sharding
 from tiny_policies import cached_hidden, random_params, tiny_policy
 
 from areal_jax.models.attention import Kernel, packed_attention
 from areal_jax.models.config import Remat
-from areal_jax.models.decoder import Attend, Params, Policy
+from areal_jax.models.decoder import MLP, Attend, Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import TRAIN_RULES, put_batch, sharding, shardings
@@ -302,6 +303,15 @@ def test_init_matches_abstract_and_differs_between_layers():
     q = params["layers"]["attn"]["q"]
     assert (q[0] != q[1]).mean() > 0.9
     assert q.std() == pytest.approx(16**-0.5, rel=0.1)  # 768 samples: 1 / sqrt(2·768) = 2.6 %
+
+
+def test_gradients_of_biases_are_summed_over_tokens_in_float32():
+    config = tiny_policy("LlamaForCausalLM", mlp_bias=True).config
+    mlp = MLP(config, jax.random.key(0), width=8)
+    x = jnp.zeros((1, 257, config.hidden_size), jnp.bfloat16)
+    summed = nnx.grad(lambda mlp: mlp(x).astype(jnp.float32).sum())(mlp)
+    # One for each token. bfloat16 has no 257.
+    assert (summed.down_bias[...] == 257).all()
 
 
 def test_equal_policies_are_one_static_argument():
