@@ -11,13 +11,15 @@ Workload (`peers/workload.py`): untied Qwen2 with 4 layers of width 128; 8 promp
 prompt tokens and exactly 64 new tokens, one update per batch, no remat. Rollout tokens are the 2048
 sampled ones, train tokens all 2560. With --shape=24m: 24 layers of width 256, and 256 + 256 tokens.
 Steps are synchronous, so that each stage is timed alone: sample the batch, train on it, transfer
-the weights. Micro-batches have 320 tokens or one row; two engines share the device. Parameters are
-float32; --compute-dtype is the type of products, TRL's autocast and Tunix' `dtype`.
+the weights. Micro-batches have four rows of 80 tokens. With --shape=24m, where prompts are as long
+as answers, they have one row with the four samples of a prompt, which share it. Two engines share
+the device. Parameters are float32; --compute-dtype is the type of products, TRL's autocast and
+Tunix' `dtype`. All programs have their memory in huge pages, as commands of this project do.
 
 The limit is the rate at which XLA multiplies matrices of this type on all cores (2048 x 2048, sums
 in float32), measured in the same process. `share_of_limit` counts only products that no
 implementation can leave out: those with weights and of attention, which training needs three times,
-without padding.
+without padding, and with each prompt once.
 
 Each round runs all programs in turns, in separate processes. Results are medians over rounds;
 ratios are computed per round. Appends one line to benchmarks/results/rl_step_cpu.jsonl. Needs idle
@@ -50,6 +52,7 @@ from peers.workload import (
 )
 from results import append
 
+from areal_jax.cluster.environment import use_huge_pages
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.engine_loop import EngineLoop
@@ -82,13 +85,16 @@ MODEL = ModelConfig(
     attention_bias=True,
     qk_norm=False,
 )
-ROW_TOKENS = PROMPT_TOKENS + NEW_TOKENS
+SAMPLE_TOKENS = PROMPT_TOKENS + NEW_TOKENS
+SHARES_PROMPTS = PROMPT_TOKENS >= NEW_TOKENS
+# Each branch repeats the last token of the prompt.
+GROUP_TOKENS = PROMPT_TOKENS + SAMPLES_PER_PROMPT * NEW_TOKENS + SAMPLES_PER_PROMPT - 1
 NUM_ENGINES = 2
 
 TRAINER = TrainerConfig(
     optimizer=OptimizerConfig(learning_rate=workload.LEARNING_RATE),
     num_mini_batches=1,
-    rows_per_micro_batch=max(1, 320 // ROW_TOKENS),
+    rows_per_micro_batch=1 if SHARES_PROMPTS else 4,
     remat="none",
 )
 RATES = ("rollout_tokens_per_s", "train_tokens_per_s", "steps_per_s")
@@ -107,7 +113,8 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
         params=policy.init(jax.random.key(0)),
         mesh=meshes.train,
         compute_dtype=dtype,
-        row_tokens=ROW_TOKENS,
+        row_tokens=GROUP_TOKENS if SHARES_PROMPTS else SAMPLE_TOKENS,
+        shares_prefixes=SHARES_PROMPTS,
     )
     trainer = Trainer(
         config=TRAINER,
@@ -204,11 +211,12 @@ def _limits(seconds: dict[str, float]) -> dict[str, float]:
         times.append(time.perf_counter() - start)
     flops_per_s = 2 * size**3 / min(times)
     num_weights = MODEL.num_params - MODEL.vocab_size * MODEL.hidden_size  # without the embedding
-    keys = NUM_SEQUENCES * (ROW_TOKENS * (ROW_TOKENS + 1) - PROMPT_TOKENS * (PROMPT_TOKENS + 1)) / 2
+    prompt_tokens = NUM_PROMPTS * PROMPT_TOKENS
+    prompt_keys = prompt_tokens * (PROMPT_TOKENS + 1) / 2
+    answer_keys = workload.ROLLOUT_TOKENS_PER_STEP * (PROMPT_TOKENS + (NEW_TOKENS + 1) / 2)
     pair = 4 * MODEL.num_attention_heads * MODEL.head_dim * MODEL.num_hidden_layers
-    rollout = 2 * num_weights * workload.ROLLOUT_TOKENS_PER_STEP + pair * keys
-    keys = NUM_SEQUENCES * ROW_TOKENS * (ROW_TOKENS + 1) / 2
-    train = 3 * (2 * num_weights * workload.TRAIN_TOKENS_PER_STEP + pair * keys)
+    rollout = 2 * num_weights * workload.ROLLOUT_TOKENS_PER_STEP + pair * answer_keys
+    train = 3 * (rollout + 2 * num_weights * prompt_tokens + pair * prompt_keys)
     return {
         "matrix_gflops_per_s": flops_per_s / 1e9,
         "rollout_share_of_limit": rollout / flops_per_s / seconds["rollout_s"],
@@ -229,7 +237,7 @@ def _request(version: int, place: int, prompt: np.ndarray) -> Request:
 
 def _group(version: int, place: int, prompt: np.ndarray, answer: list[Completion]) -> Group:
     """Make a group whose rewards are the shares of low token ids: learnable, cheap to compute."""
-    mask = np.arange(ROW_TOKENS) >= PROMPT_TOKENS
+    mask = np.arange(SAMPLE_TOKENS) >= PROMPT_TOKENS
     samples = tuple(
         Sample(
             tokens=np.concatenate([prompt, sampled.tokens]),
@@ -244,7 +252,7 @@ def _group(version: int, place: int, prompt: np.ndarray, answer: list[Completion
         )
         for sampled in answer
     )
-    assert all(len(sample.tokens) == ROW_TOKENS for sample in samples)
+    assert all(len(sample.tokens) == SAMPLE_TOKENS for sample in samples)
     return Group(version * NUM_PROMPTS + place, Task(f"{version}.{place}", (), ""), samples)
 
 
@@ -281,6 +289,7 @@ def main() -> None:
         help="measure only this project, in this process, and print one line",
     )
     args = parser.parse_args()
+    use_huge_pages()
     if args.once:
         print(json.dumps(asyncio.run(measure(args.warmup_steps, args.steps))))
         return
