@@ -14,7 +14,8 @@ Steps are synchronous, so that each stage is timed alone: sample the batch, trai
 the weights. Micro-batches have four rows of 80 tokens. With --shape=24m, where prompts are as long
 as answers, they have one row with the four samples of a prompt, which share it. Two engines share
 the device. Parameters are float32; --compute-dtype is the type of products, TRL's autocast and
-Tunix' `dtype`. All programs have their memory in huge pages, as commands of this project do.
+Tunix' `dtype`. Memory is in huge pages here, as in a command of this project; peers get the pages
+that their programs ask for, or in huge ones too where GLIBC_TUNABLES=glibc.malloc.hugetlb=1 is set.
 
 The limit is the rate at which XLA multiplies matrices of this type on all cores (2048 x 2048, sums
 in float32), measured in the same process. `share_of_limit` counts only products that no
@@ -289,8 +290,8 @@ def main() -> None:
         help="measure only this project, in this process, and print one line",
     )
     args = parser.parse_args()
-    use_huge_pages()
     if args.once:
+        use_huge_pages()
         print(json.dumps(asyncio.run(measure(args.warmup_steps, args.steps))))
         return
     # Of the processes below.
