@@ -808,7 +808,7 @@ class MLP(nnx.Module):
             self.down_bias = nnx.Param(jnp.zeros(D), axes=("embed",))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        inner = gated(self.activation, self._project(x, "gate"), self._project(x, "up"))
+        inner: Array = gated(self.activation, self._project(x, "gate"), self._project(x, "up"))
         return self._project(inner, "down")
 
     def _project(self, x: Float[Array, "B T I"], name: str) -> Float[Array, "B T O"]:

@@ -1,5 +1,6 @@
 """Gated activations: the formula, rounded once."""
 
+from functools import partial
 from typing import get_args
 
 import jax
@@ -28,8 +29,8 @@ def in_float64(activation: Activation, gate: np.ndarray, up: np.ndarray) -> np.n
 def test_values_and_gradients_are_rounded_once(activation: Activation, dtype: type) -> None:
     rng = np.random.default_rng(0)
     gate, up, d = (jnp.asarray(rng.normal(size=(4, 500)), dtype) for _ in range(3))
-    value, pull_back = jax.vjp(lambda *x: gated(activation, *x), gate, up)
-    found = value, *pull_back(d)
+    value, pull_back = jax.vjp(partial(gated, activation), gate, up)
+    found: list[jax.Array] = [value, *pull_back(d)]
     exact, step = [np.asarray(x, np.float64) for x in (gate, up)], 1e-6
     slopes = [
         (in_float64(activation, *after) - in_float64(activation, *before)) / (2 * step)
