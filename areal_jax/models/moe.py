@@ -362,7 +362,7 @@ def local_experts(
         return y + bias[0][groups].astype(y.dtype) if bias else y
 
     gate_bias, up_bias, down_bias = ((each,) for each in biases) if biases else ((), (), ())
-    inner = gated(activation, product(rows, gate, *gate_bias), product(rows, up, *up_bias))
+    inner: Array = gated(activation, product(rows, gate, *gate_bias), product(rows, up, *up_bias))
     out = product(inner, down, *down_bias)
     # Back to the order of tokens by a gather; the sums of a scatter-add would depend on its order.
     out = out.at[row].get(mode="fill", fill_value=0).reshape(B, T, k, -1)
