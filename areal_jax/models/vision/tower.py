@@ -16,6 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from areal_jax.models.activations import gated
 from areal_jax.models.vision.config import VisionConfig
 
 MAX_DENSE_PATCHES = 1024
@@ -201,7 +202,8 @@ class MLP(nnx.Module):
         up = self.up(x)
         if not self.is_gated:
             return self.down(jax.nn.gelu(up, approximate=True))
-        return self.down(jax.nn.silu(self.gate(x)) * up)
+        inner: Array = gated("silu", self.gate(x), up)
+        return self.down(inner)
 
 
 class Merger(nnx.Module):
