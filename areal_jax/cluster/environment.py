@@ -45,12 +45,14 @@ def use_huge_pages() -> None:
 
     XLA on CPU allocates the temporary memory of a program whenever it runs: with pages of 4 KiB,
     page faults take up to a fifth of the time of a trainer step. glibc requests huge pages if a
-    variable says so when a process starts. Call this first.
+    variable says so when a process starts. Call this first. A program that cannot be read again,
+    from a pipe or a terminal, runs on as it is.
     """
     current = os.environ.get(_TUNABLES, "")
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     is_on_request = setting.exists() and "[madvise]" in setting.read_text()
-    if is_on_request and "glibc.malloc.hugetlb" not in current:
+    can_be_read_again = sys.argv[0] == "-c" or Path(sys.argv[0]).is_file()
+    if is_on_request and can_be_read_again and "glibc.malloc.hugetlb" not in current:
         os.environ[_TUNABLES] = ":".join(filter(None, (current, _HUGE_PAGES)))
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

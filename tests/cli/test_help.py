@@ -42,7 +42,7 @@ def test_a_script_runs_its_command(script: str, capsys: pytest.CaptureFixture[st
     module, _, name = SCRIPTS[script].partition(":")
     code = f"import sys; from {module} import {name}; sys.exit({name}())"
     command = [sys.executable, "-c", code, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == COMMANDS[script].main(["--help"]) == 0, done.stderr
     assert done.stdout == capsys.readouterr().out
 

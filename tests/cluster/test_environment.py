@@ -118,11 +118,23 @@ def test_large_allocations_of_a_command_are_in_huge_pages_on_request(
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not (setting.exists() and "[madvise]" in setting.read_text()):
         expected = f"{tunables} False"
+    assert allocated(tunables, "-c", ALLOCATES, "a b", "--c=d") == f"{expected} a b --c=d"
+
+
+def test_a_program_from_a_pipe_runs_on_as_it_is() -> None:
+    """Started again, it would find the pipe empty, and end well without a word."""
+    unchanged = "glibc.malloc.perturb=0"
+    assert allocated(unchanged, "-", "a b", program=ALLOCATES) == f"{unchanged} False a b"
+
+
+def allocated(tunables: str, *arguments: str, program: str = "") -> str:
     done = subprocess.run(
-        [sys.executable, "-c", ALLOCATES, "a b", "--c=d"],
+        [sys.executable, *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": tunables},
+        input=program,
         capture_output=True,
         text=True,
         check=True,
+        timeout=120,
     )
-    assert done.stdout.strip() == f"{expected} a b --c=d"
+    return done.stdout.strip()
