@@ -6,6 +6,7 @@ Axes: B rows, T tokens, S slots, K key-value heads, H head size, M pages of a sl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -161,8 +162,10 @@ def write_pages(
     counts: Int32[Array, "B"],
 ) -> tuple[Pages, ...]:
     """Write keys and values of every layer to its pages; without values, keys alone."""
+    # Traced and lowered once for all layers; the compiler inlines the calls.
+    write = jax.jit(partial(sharded_write, mesh=shapes.mesh, rules=ROLLOUT_RULES))
     return tuple(
-        sharded_write(layer, k, v, table, starts, counts, shapes.mesh, ROLLOUT_RULES)
+        write(layer, k, v, table, starts, counts)
         for layer, (k, v) in zip(pages, computed, strict=True)
     )
 

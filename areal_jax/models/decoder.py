@@ -217,6 +217,9 @@ class Policy:
             run_layer = jax.checkpoint(
                 run_layer, prevent_cse=unroll, policy=_SAVED[remat], static_argnums=2
             )
+        if unroll:
+            # Traced and lowered once for all layers of a kind; the compiler inlines the calls.
+            run_layer = jax.jit(run_layer, static_argnums=2)
         windows = config.sliding_windows or (None,) * config.num_hidden_layers
         x = _embed(params["embed"], tokens, compute_dtype)
         if config.traits.scales_embedding:
