@@ -99,19 +99,23 @@ def lay_out(files: str, trusted: str, removed: list[str], modules: list[str], ne
     names = {each.name for each in replacing} | set(removed)
     shadowed = {*sys.stdlib_module_names, *MODULES} - set(modules)
 
-    def filtered(member: tarfile.TarInfo, where: str) -> tarfile.TarInfo | None:
+    def is_kept(member: tarfile.TarInfo) -> bool:
         path = member.name.removeprefix("./")
         top = path.removeprefix("src/").partition("/")[0].partition(".")[0]
         if path in ("", ".") or is_protected(path) or path in names or top in shadowed:
-            return None
-        if path in folders and not member.isdir():
-            return None
-        return member.replace(mode=member.mode | (0o700 if member.isdir() else 0o600), deep=False)
+            return False
+        return path not in folders or member.isdir()
 
     with _open(files) as archive:
-        archive.extractall(FOLDER, filter=filtered)
+        kept = [member for member in archive if is_kept(member)]
+        for member in kept:
+            member.mode |= 0o700 if member.isdir() else 0o600
+        # An attribute, and not an argument, which Python has only from 3.11.4 on.
+        archive.extraction_filter = lambda member, _: member
+        archive.extractall(FOLDER, members=kept)
     with _open(trusted) as archive:
-        archive.extractall(FOLDER, filter="tar")
+        archive.extraction_filter = getattr(tarfile, "tar_filter", None)
+        archive.extractall(FOLDER)
 
 
 def check(trusted: str) -> None:

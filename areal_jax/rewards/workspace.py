@@ -97,7 +97,9 @@ _RESTORE = """
 import base64, io, os, sys, tarfile
 os.makedirs({folder!r}, exist_ok=True)
 with tarfile.open(fileobj=io.BytesIO(base64.b64decode(sys.stdin.read()))) as archive:
-    archive.extractall({folder!r}, filter="tar")
+    # An attribute, and not an argument, which Python has only from 3.11.4 on.
+    archive.extraction_filter = getattr(tarfile, "tar_filter", None)
+    archive.extractall({folder!r})
 """
 
 _READ = """
