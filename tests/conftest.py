@@ -105,7 +105,7 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--parts", metavar="K,K/N", help="of the selected tests run only these of N parts"
+        "--parts", metavar="K,K/N", help="of the slow tests run only these of N parts"
     )
 
 
@@ -118,7 +118,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def is_chosen(item: pytest.Item) -> bool:
         # By its name: the cases of a test are spread evenly, and each stays in its part.
-        return zlib.crc32(item.nodeid.encode()) % int(num_parts) + 1 in chosen
+        part = zlib.crc32(item.nodeid.encode()) % int(num_parts) + 1
+        return part in chosen or item.get_closest_marker("slow") is None
 
     config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
     items[:] = filter(is_chosen, items)

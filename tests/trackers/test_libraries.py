@@ -7,7 +7,6 @@ these tests are not collected.
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import subprocess
 import sys
@@ -35,28 +34,28 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, of_a_command: dict[str, str]) -> Path:
     """A run that reported to all trackers, and then resumed for one more step."""
     home = tmp_path_factory.mktemp("trackers")
     for arguments in (
         (*RUN, f"--run-folder={home / 'run'}"),
         (f"--resume={home / 'run'}", "num_steps=3"),
     ):
-        done = train(home, *arguments)
+        done = train(home, of_a_command, *arguments)
         assert done.returncode == 0, done.stderr
         assert " failed: " not in done.stderr, done.stderr
     return home
 
 
-def train(home: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def train(
+    home: Path, inherited: dict[str, str], *arguments: str, **env: str
+) -> subprocess.CompletedProcess[str]:
     offline = {
         "WANDB_MODE": "offline",
         "TRACKIO_DIR": str(home / "trackio"),
         "MLFLOW_TRACKING_URI": f"sqlite:///{home / 'mlflow.db'}",
         "HOME": str(home),
     }
-    # Without the simulated devices of the tests.
-    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     return subprocess.run(
         [sys.executable, "-m", "areal_jax.train", *arguments],
         env=inherited | offline | env,
@@ -113,9 +112,12 @@ def test_wandb_writes_an_offline_run_to_the_run_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("tracker", ["mlflow"])
-def test_tracker_that_cannot_start_is_refused(tracker: str, tmp_path: Path) -> None:
+def test_tracker_that_cannot_start_is_refused(
+    tracker: str, tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
     done = train(
         tmp_path,
+        of_a_command,
         *(each for each in RUN if "trackers" not in each),
         f"metrics.trackers={tracker}",
         f"--run-folder={tmp_path / 'run'}",
