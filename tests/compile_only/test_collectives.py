@@ -1,6 +1,6 @@
 """Collectives of training and decoding, in programs that XLA:TPU compiles for slices.
 
-Small widths, few layers, a small vocabulary and short rows: of one layer every matrix is larger than
+Small widths, few layers, a small vocabulary and short rows. Each matrix still has more bytes than
 what may be exchanged besides.
 """
 
