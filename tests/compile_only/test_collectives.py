@@ -33,16 +33,16 @@ from areal_jax.trainer.step import Learner, TrainableModel
 
 MODEL = replace(
     known_shape("qwen2.5-1.5b"),
-    vocab_size=2048,
+    vocab_size=1024,
     hidden_size=512,
-    intermediate_size=1024,
+    intermediate_size=512,
     num_hidden_layers=2,
     num_attention_heads=4,
 )
 NUM_LAYERS = MODEL.num_hidden_layers
 # q and o, k and v, gate, up and down. The embedding is the head, too.
-LAYER = 2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1024
-EMBEDDING = 2048 * 512
+LAYER = 2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 512
+EMBEDDING = 1024 * 512
 
 
 @cache
@@ -54,7 +54,7 @@ def learner(topology: str, tensor: int) -> Learner:
         params=trained(policy).abstract,
         mesh=mesh,
         compute_dtype=jnp.bfloat16,
-        row_tokens=512,
+        row_tokens=256,
     )
     return policy_learner(TrainerConfig(rows_per_micro_batch=1), model, num_updates=10)
 
@@ -200,4 +200,4 @@ def test_decoding_adds_activations_and_exchanges_no_weights() -> None:
     # of a device's 8 slots in bfloat16; their logits in float32; the end of the loop.
     states = found.pop(("all-reduce", ("tensor",)))
     assert [each.num_bytes for each in states] == (1 + 2 * NUM_LAYERS) * [8 * 512 * 2]
-    assert sum(map(total, found.values())) <= 8 * 2048 * 4 + 4
+    assert sum(map(total, found.values())) <= 8 * 1024 * 4 + 4
