@@ -44,6 +44,7 @@ def write_vision_policy(folder: Path) -> Path:
 
 def test_compile_for_prints_programs_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
     command = ["--exp=count_shapes", "--compile-for=v5e:2x2", "placement.rollout_devices=2"]
+    command += ["trainer.rows_per_micro_batch=2", "engine.num_slots=8"]
     command += [f"policy.path={write_vision_policy(tmp_path / 'policy')}"]
     model = write_reward_model(tmp_path / "reward")
     command += [f"rewards.model.path={model}", "rewards.model.max_tokens=160"]
@@ -84,7 +85,7 @@ def test_plan_compiles_a_shape_without_weights_and_tokenizer(tmp_path: Path) -> 
         "max_position_embeddings": 1024,
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    command = [f"model={tmp_path}", "devices=4", "context=512", "prompt_tokens=128", "slots=8"]
+    command = [f"model={tmp_path}", "devices=4", "context=256", "prompt_tokens=128", "slots=8"]
     done = subprocess.run(
         [sys.executable, "-m", "areal_jax.plan", *command, "--compile-for=v5e:2x2"],
         env=QUICKLY,
