@@ -20,18 +20,20 @@ def order_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
     if not has_torus(devices):
         return sorted(devices, key=lambda device: (device.process_index, device.id))
     coords = np.array([device.coords for device in devices])
-    axes = np.argsort(-(np.ptp(coords, axis=0) + 1), kind="stable")
-    low, high = coords.min(axis=0), coords.max(axis=0)
+    axes: list[int] = np.argsort(-(np.ptp(coords, axis=0) + 1), kind="stable").tolist()
+    low: list[int] = coords.min(axis=0).tolist()
+    high: list[int] = coords.max(axis=0).tolist()
 
-    def place(device: jax.Device) -> tuple[int, ...]:
+    def key(device: jax.Device) -> tuple[int, ...]:
+        place: Sequence[int] = device.coords
         steps, is_reversed = list[int](), False
         for axis in axes:
-            position = int(device.coords[axis])
-            steps.append(int(high[axis]) - position if is_reversed else position - int(low[axis]))
-            is_reversed ^= bool((position - int(low[axis])) % 2)
+            position = place[axis]
+            steps.append(high[axis] - position if is_reversed else position - low[axis])
+            is_reversed ^= bool((position - low[axis]) % 2)
         return *part_of(device), *steps
 
-    return sorted(devices, key=place)
+    return sorted(devices, key=key)
 
 
 def arrange(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
