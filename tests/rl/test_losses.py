@@ -45,6 +45,7 @@ from areal_jax.rl.token_losses import PolicyLoss, positive_nll, sft_loss
 
 SETTINGS = ("clip_eps", "clip_eps_high", "dual_clip", "behave_weight_cap", "behave_weight_mode")
 decoupled_ppo_loss = jax.jit(losses.decoupled_ppo_loss, static_argnames=SETTINGS)
+compiled_loss = jax.jit(policy_loss, static_argnums=0)
 
 LOGP = np.array([-1.0, -0.5, -2.0, -1.2], np.float32)
 PROXIMAL = np.array([-1.1, -0.9, -1.6, -1.2], np.float32)
@@ -120,9 +121,9 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
 
 
 def test_equal_policies_give_the_policy_gradient_of_decoupled_ppo() -> None:
-    gradient = jax.grad(lambda logp: decoupled_ppo_loss(logp, LOGP, LOGP, ADVANTAGES, ALL).loss)(
-        LOGP
-    )
+    gradient = jax.jit(
+        jax.grad(lambda logp: losses.decoupled_ppo_loss(logp, LOGP, LOGP, ADVANTAGES, ALL).loss)
+    )(LOGP)
     np.testing.assert_allclose(gradient, -ADVANTAGES / 4, rtol=1e-6)
 
 
@@ -233,10 +234,12 @@ def test_values_outside_the_mask_change_nothing(where: str, poison: float) -> No
 def test_masked_token_may_overflow() -> None:
     # proximal/behave = e^110 is above any cap; theta/proximal = e^190 is inf in float32, and 0 *
     # inf would be nan.
-    logp, proximal, behave = (jnp.array([x, -1.0]) for x in (-10.0, -200.0, -310.0))
-    config = Reinforce(importance_weighting=Masked(cap=2.0))
-    loss, slope = jax.value_and_grad(
-        lambda logp: policy_loss(config, logp, proximal, behave, jnp.ones(2), np.ones(2, bool)).loss
+    logp, proximal, behave = (np.float32([x, -1.0]) for x in (-10.0, -200.0, -310.0))
+    config, ones = Reinforce(importance_weighting=Masked(cap=2.0)), np.ones(2, np.float32)
+    loss, slope = jax.jit(
+        jax.value_and_grad(
+            lambda logp: policy_loss(config, logp, proximal, behave, ones, ones > 0).loss
+        )
     )(logp)
     # The other token: ratio and weight 1, advantage 1, over two tokens.
     assert float(loss) == pytest.approx(-0.5)
@@ -334,6 +337,8 @@ EVERY: list[Loss] = [
 ]
 every_loss = pytest.mark.parametrize("config", EVERY, ids=repr)
 NO_REJECTION = Rejection()
+# Packed inputs that one program evaluates.
+NUM_INPUTS = 200
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2, 2]], np.int32)
 
 
@@ -343,15 +348,40 @@ def packed_inputs(seed: int) -> Inputs:
     return inputs._replace(mask=inputs.mask & (SEGMENTS > 0))
 
 
+@cache
+def program(config: Loss) -> Any:
+    """Return one program of the loss and the gradient of each of NUM_INPUTS packed inputs."""
+
+    def loss(inputs: Inputs) -> tuple[tuple[jax.Array, PolicyLoss], jax.Array]:
+        def of_policy(logp: jax.Array) -> tuple[jax.Array, PolicyLoss]:
+            out = policy_loss(config, logp, *inputs[1:], segment_ids=SEGMENTS)
+            return out.loss, out
+
+        return jax.value_and_grad(of_policy, has_aux=True)(inputs.logp)
+
+    return jax.jit(jax.vmap(loss))
+
+
+def evaluate(config: Loss, inputs: Inputs) -> tuple[PolicyLoss, np.ndarray]:
+    """Return the losses, metrics and gradients of several packed inputs, stacked."""
+    num = len(inputs.logp)
+    padding = [(0, NUM_INPUTS - num), (0, 0), (0, 0)]
+    (_, out), gradients = program(config)(Inputs(*(np.pad(x, padding, "edge") for x in inputs)))
+    return jax.tree.map(lambda x: np.asarray(x)[:num], (out, gradients))
+
+
+def evaluate_one(config: Loss, inputs: Inputs) -> tuple[PolicyLoss, np.ndarray]:
+    found = evaluate(config, Inputs(*(x[None] for x in inputs)))
+    return jax.tree.map(lambda x: x[0], found)
+
+
 @every_loss
 def test_equal_policies_give_the_policy_gradient(config: Loss) -> None:
     inputs = packed_inputs(5)
     # Advantages equal within a sequence, as GSPO wants them.
     inputs = inputs._replace(advantages=np.where(SEGMENTS == 2, np.float32(-0.7), np.float32(1.3)))
     inputs = inputs._replace(proximal_logp=inputs.logp, behave_logp=inputs.logp)
-    gradient = jax.jit(
-        jax.grad(lambda logp: policy_loss(config, logp, *inputs[1:], segment_ids=SEGMENTS).loss)
-    )(inputs.logp)
+    _, gradient = evaluate_one(config, inputs)
     np.testing.assert_allclose(
         gradient,
         -np.where(inputs.mask, inputs.advantages, 0.0) / inputs.mask.sum(),
@@ -363,58 +393,48 @@ def test_equal_policies_give_the_policy_gradient(config: Loss) -> None:
 @every_loss
 def test_objective_gradients_equal_finite_differences(config: Loss) -> None:
     inputs = packed_inputs(6)
+    exact = Inputs(*(x.astype(np.float64) if x.dtype == np.float32 else x for x in inputs))
+    logp, *rest = exact
+    nudges = 1e-6 * np.eye(logp.size).reshape(logp.size, *logp.shape)
+    policies = np.concatenate([logp[None], logp + nudges, logp - nudges])
     with jax.enable_x64(True):
-        logp, *rest = (x.astype(np.float64) if x.dtype == np.float32 else x for x in inputs)
-
-        def loss(logp: jax.Array) -> jax.Array:
-            if isinstance(config, CISPO):
-                # Its ratio is a weight: the slope is that of the weighted log-probability, the
-                # weight held where it is.
-                held = np.clip(
-                    np.exp(np.asarray(inputs.logp, np.float64) - rest[0]), 0.7, 1.2
-                ) * np.exp(rest[0] - rest[1])
-                return (
-                    -jnp.sum(jnp.where(inputs.mask, held * rest[2] * logp, 0.0)) / inputs.mask.sum()
-                )
-            if isinstance(config, VESPO | OffPolicyReinforce):
-                shares = held_shares(config, Inputs(inputs.logp.astype(np.float64), *rest))
-                return (
-                    -jnp.sum(jnp.where(inputs.mask, shares * rest[2] * logp, 0.0))
-                    / inputs.mask.sum()
-                )
-            return policy_loss(config, logp, *rest, segment_ids=SEGMENTS).loss
-
-        nudges = 1e-6 * np.eye(logp.size).reshape(logp.size, *logp.shape)
-        many = jax.jit(jax.vmap(loss))
-        slopes = (many(logp + nudges) - many(logp - nudges)) / 2e-6
-        gradient = jax.jit(
-            jax.grad(lambda logp: policy_loss(config, logp, *rest, segment_ids=SEGMENTS).loss)
-        )(logp)
-    np.testing.assert_allclose(gradient.reshape(-1), slopes, atol=1e-7)
+        out, gradients = evaluate(
+            config, Inputs(policies, *(np.stack([x] * len(policies)) for x in rest))
+        )
+    assert gradients.dtype == np.float64
+    if isinstance(config, CISPO | VESPO | OffPolicyReinforce):
+        # Its ratio is a weight: the slope is that of the weighted log-probability, the weight held
+        # where it is.
+        if isinstance(config, CISPO):
+            held = np.clip(np.exp(logp - rest[0]), 0.7, 1.2) * np.exp(rest[0] - rest[1])
+        else:
+            held = held_shares(config, exact)
+        slopes = -np.where(inputs.mask, held * rest[2], 0.0).reshape(-1) / inputs.mask.sum()
+    else:
+        higher, lower = np.split(out.loss[1:], 2)
+        slopes = (higher - lower) / 2e-6
+    np.testing.assert_allclose(gradients[0].reshape(-1), slopes, atol=1e-7)
 
 
 @cache
-def thousand_inputs() -> tuple[Inputs, list[Inputs]]:
-    """Return a batch of a thousand packed inputs, and each of them in float64."""
-    samples = [packed_inputs(seed) for seed in range(1000)]
+def thousand_sequences() -> tuple[Inputs, list[Inputs]]:
+    """Return a batch of packed inputs of five sequences, and each of them in float64."""
+    samples = [packed_inputs(seed) for seed in range(NUM_INPUTS)]
     batch = Inputs(*(np.stack(arrays) for arrays in zip(*samples, strict=True)))
     return batch, [Inputs(*(x.astype(np.float64) for x in inputs)) for inputs in samples]
 
 
 @every_loss
-def test_objectives_equal_float64_on_a_thousand_random_inputs(config: Loss) -> None:
-    batch, exact = thousand_inputs()
-    losses_1000 = jax.jit(
-        jax.vmap(lambda inputs: policy_loss(config, *inputs, segment_ids=SEGMENTS).loss)
-    )(batch)
+def test_objectives_equal_float64_on_a_thousand_sequences(config: Loss) -> None:
+    batch, exact = thousand_sequences()
     expected = [textbook_loss(config, inputs) for inputs in exact]
-    np.testing.assert_allclose(losses_1000, expected, atol=1e-6, rtol=2e-6)
+    np.testing.assert_allclose(evaluate(config, batch)[0].loss, expected, atol=1e-6, rtol=2e-6)
 
 
 @every_loss
 def test_objectives_are_independent_of_padding_and_packing(config: Loss) -> None:
     inputs, num_tokens = packed_inputs(7), 11.0
-    packed = policy_loss(config, *inputs, segment_ids=SEGMENTS, num_tokens=num_tokens).loss
+    packed = evaluate_one(config, inputs)[0].loss * inputs.mask.sum() / num_tokens
     places = [
         np.flatnonzero(SEGMENTS[row] == segment)
         for row, segment in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2))
@@ -424,7 +444,7 @@ def test_objectives_are_independent_of_padding_and_packing(config: Loss) -> None
         for row, here in zip((0, 0, 0, 1, 1), places, strict=True)
     ]
     own = jax.jit(jax.vmap(lambda inputs: policy_loss(config, *inputs, num_tokens=num_tokens).loss))
-    alone = own(Inputs(*(np.stack(arrays) for arrays in zip(*rows, strict=True))))
+    alone = np.asarray(own(Inputs(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))))
     assert float(packed) == pytest.approx(float(alone.sum()), rel=1e-5)
 
 
@@ -434,18 +454,9 @@ def test_values_outside_the_mask_change_no_objective(config: Loss) -> None:
     poisoned = Inputs(*(np.where(inputs.mask, x, np.float32(np.nan)) for x in inputs))._replace(
         mask=inputs.mask
     )
-
-    @jax.jit
-    def run(inputs: Inputs) -> tuple[PolicyLoss, jax.Array]:
-        gradient = jax.grad(
-            lambda logp: policy_loss(config, logp, *inputs[1:], segment_ids=SEGMENTS).loss
-        )(inputs.logp)
-        return policy_loss(config, *inputs, segment_ids=SEGMENTS), gradient
-
-    for clean, dirty in zip(
-        jax.tree.leaves(run(inputs)), jax.tree.leaves(run(poisoned)), strict=True
-    ):
-        np.testing.assert_array_equal(clean, dirty)
+    clean, dirty = evaluate_one(config, inputs), evaluate_one(config, poisoned)
+    for before, after in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+        np.testing.assert_array_equal(before, after)
 
 
 def test_gspo_equals_areal() -> None:
@@ -454,7 +465,8 @@ def test_gspo_equals_areal() -> None:
     # -1.5.
     logp, zero = np.array([[0.5, 0.5], [1.0, 1.0]], np.float32), np.zeros((2, 2), np.float32)
     advantages, mask = np.array([[1.0, 2.0], [1.0, 1.0]], np.float32), np.ones((2, 2), bool)
-    out = policy_loss(GSPO(clip_eps=0.2, clip_eps_high=None), logp, zero, zero, advantages, mask)
+    config = GSPO(clip_eps=0.2, clip_eps_high=None)
+    out = compiled_loss(config, logp, zero, zero, advantages, mask)
     assert float(out.loss) == pytest.approx(-1.5)
     assert mean(out, "ratio") == pytest.approx((np.exp(0.5) + np.exp(1.0)) / 2)
     assert mean(out, "clip_fraction") == 1.0
@@ -466,10 +478,11 @@ def test_sapo_gate_has_value_2_over_tau_and_slope_1_at_ratio_1(tau: float) -> No
     # every tau.
     one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
     config = SAPO(temperature_positive=tau, temperature_negative=tau)
+    loss_and_slope = jax.jit(
+        jax.value_and_grad(lambda x, a: policy_loss(config, x, zero, zero, a, one).loss)
+    )
     for advantage in (one, -one):
-        loss, slope = jax.value_and_grad(
-            lambda x, a=advantage: policy_loss(config, x, zero, zero, a, one).loss
-        )(zero)
+        loss, slope = loss_and_slope(zero, advantage)
         assert float(loss) == pytest.approx(-2.0 / tau * advantage[0])
         assert float(slope[0]) == pytest.approx(-advantage[0])
 
@@ -503,7 +516,7 @@ def test_m2po_clip_equals_the_authors_number() -> None:
     advantages = np.array([1.0, 1.0, -1.0, -1.0, 1.0, 1.0])
     everywhere = np.ones(6, bool)
     assert second_moment_bound(log_ratio, advantages, everywhere, 0.04) == pytest.approx(0.1)
-    loss, _ = policy_loss(
+    loss, _ = compiled_loss(
         M2POClip(), log_ratio - 2.0, np.zeros(6), np.full(6, -2.0), advantages, everywhere
     )
     assert float(loss) == pytest.approx(-0.476982, abs=1e-6)
@@ -512,8 +525,8 @@ def test_m2po_clip_equals_the_authors_number() -> None:
     masked = np.array([True, False, True, True, False, True])
     assert second_moment_bound(log_ratio, advantages, masked, 0.05) == np.inf
     assert second_moment_bound(log_ratio, advantages, everywhere, 0.009) == 0.0
-    on_device = second_moment_bound(
-        jnp.asarray(log_ratio), jnp.asarray(advantages), jnp.asarray(everywhere), 0.04
+    on_device = jax.jit(second_moment_bound, static_argnums=3)(
+        log_ratio, advantages, everywhere, 0.04
     )
     assert float(on_device) == pytest.approx(0.1)
 
@@ -549,14 +562,12 @@ def test_m2po_clip_equals_float64_on_random_inputs() -> None:
 
 
 def test_m2po_mask_is_equal_on_host_and_device() -> None:
-    rng = np.random.default_rng(0)
+    rng, of_device = np.random.default_rng(0), jax.jit(second_moment_mask, static_argnums=2)
     shares = []
     for _ in range(50):
         log_weight, mask = rng.normal(0.0, 0.3, 200), rng.random(200) < 0.8
         kept = np.asarray(second_moment_mask(log_weight, mask, 0.04))
-        on_device = second_moment_mask(
-            jnp.asarray(log_weight, jnp.float32), jnp.asarray(mask), 0.04
-        )
+        on_device = of_device(log_weight.astype(np.float32), mask, 0.04)
         np.testing.assert_array_equal(kept, np.asarray(on_device))
         # By its definition: kept are the nearest, as many as can be.
         nearest = np.sort(log_weight[mask] ** 2)
