@@ -13,8 +13,8 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -98,28 +98,7 @@ class Policy:
                 f"expected a reward model that reads text alone, found {config.architecture}"
             )
         self.config, self.lora = config, lora
-        decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
-        self._graphs: dict[str, Any] = {
-            name: nnx.graphdef(getattr(decoder, name)) for name in _stacks(config)
-        }
-        self._tower: Any = nnx.graphdef(decoder.vision) if config.vision else None
-        shapes = nnx.to_pure_dict(nnx.state(decoder))
-        self._abstract = jax.eval_shape(partial(_joined, config), shapes)
-        axes = {
-            path: variable.get_metadata("axes")
-            for path, variable in nnx.to_flat_state(nnx.state(decoder))
-        }
-        # Layers of all kinds have the same axes, where they have the same parameters.
-        named = {
-            ("layers", *path[1:]) if path[0] in _stacks(config) else path: names
-            for path, names in axes.items()
-        }
-        self._axes = traverse_util.unflatten_dict(
-            {
-                path: ("layers", *names) if is_stacked(path) else names
-                for path, names in named.items()
-            }
-        )
+        self._declared, _ = _declare(config, id(config.traits))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Policy) and (self.config, self.lora) == (other.config, other.lora)
@@ -295,7 +274,7 @@ class Policy:
             compute_dtype: as in `hidden`.
             remat: as in `hidden`; anything but none recomputes every block of the tower.
         """
-        tower = nnx.merge(self._tower, params["vision"])
+        tower = nnx.merge(self._declared.tower, params["vision"])
         return tower(images, compute_dtype=compute_dtype, is_rematerialized=remat != "none")
 
     def unstack(self, params: Params) -> Params:
@@ -363,7 +342,7 @@ class Policy:
 
     def _graph(self, layer: Params) -> Any:
         """Return the modules of a layer with these parameters."""
-        return self._graphs[_kind("linear" in layer, "router" in layer["mlp"])]
+        return self._declared.graphs[_kind("linear" in layer, "router" in layer["mlp"])]
 
     def head(self, params: Params) -> Float[Array, "D V"]:
         """Matrix from hidden states to logits; if tied, the transpose of the embedding leaf."""
@@ -392,11 +371,53 @@ class Policy:
             is_wide = len(set(names) - {"layers"}) <= 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_wide else dtype)
 
-        return jax.tree_util.tree_map_with_path(struct, self._abstract, self._axes)
+        return jax.tree_util.tree_map_with_path(
+            struct, self._declared.abstract, self._declared.axes
+        )
 
     def axes(self) -> Params:
         """Logical axis names of every parameter, as a tuple per leaf."""
-        return jax.tree.map(lambda leaf: leaf, self._axes, is_leaf=is_axes)
+        return jax.tree.map(lambda leaf: leaf, self._declared.axes, is_leaf=is_axes)
+
+
+class _Declaration(NamedTuple):
+    """The parameters of an architecture, as its modules declare them."""
+
+    graphs: dict[str, Any]
+    """The modules of each kind of layer."""
+    tower: Any
+    """The modules that read images, or None."""
+    abstract: Params
+    axes: Params
+
+
+@lru_cache(maxsize=64)
+def _declare(config: ModelConfig, _traits_id: int) -> tuple[_Declaration, Traits]:
+    """Trace the modules, once for all policies of an architecture.
+
+    A family can be registered again with other traits, so that they are known by their id, which
+    is theirs as long as the result holds them.
+    """
+    decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+    axes = {
+        path: variable.get_metadata("axes")
+        for path, variable in nnx.to_flat_state(nnx.state(decoder))
+    }
+    # Layers of all kinds have the same axes, where they have the same parameters.
+    named = {
+        ("layers", *path[1:]) if path[0] in _stacks(config) else path: names
+        for path, names in axes.items()
+    }
+    of_leaves = {
+        path: ("layers", *names) if is_stacked(path) else names for path, names in named.items()
+    }
+    declaration = _Declaration(
+        graphs={name: nnx.graphdef(getattr(decoder, name)) for name in _stacks(config)},
+        tower=nnx.graphdef(decoder.vision) if config.vision else None,
+        abstract=jax.eval_shape(partial(_joined, config), nnx.to_pure_dict(nnx.state(decoder))),
+        axes=traverse_util.unflatten_dict(of_leaves),
+    )
+    return declaration, config.traits
 
 
 def is_stacked(path: tuple[Any, ...]) -> bool:

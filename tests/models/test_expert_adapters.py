@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from test_lora import adapted, logits, merged, placed, random_adapter
 from test_moe import CHOSEN, DOWN, GATE, UP, WEIGHTS, B, D, E, F, T, X, draw, every_expert
-from tiny_policies import random_params
+from tiny_policies import host_params, random_params
 
 from areal_jax.models import lora
 from areal_jax.models.adapted import Adapted
@@ -91,6 +91,7 @@ def adapted_experts(experts: Any, matrices: Any, adapter: Any, x: jax.Array, *re
     )
 
 
+@jax.jit
 def merged_experts(adapter: Any, x: jax.Array, matrices: Any = (GATE, UP, DOWN)) -> jax.Array:
     whole = (
         w + SCALE * adapter[name]["a"] @ adapter[name]["b"]
@@ -188,7 +189,7 @@ def test_adapters_of_experts_are_saved_as_target_parameters_of_peft(
     tensors = load_file(tmp_path / lora.WEIGHTS)
     layer, place = policy.config.moe_layers[-1], len(policy.config.moe_layers) - 1
     name = f"base_model.model.model.layers.{layer}.mlp.experts{{}}.lora_{{}}.weight"
-    zeros = jax.tree.map(jnp.zeros_like, random_params(policy))
+    zeros = jax.tree.map(np.zeros_like, host_params(policy))
     updates = merged(policy, zeros, adapter)["layers"]["mlp"]
     E = len(updates["expert_gate"][place])
     for inner, parts in ((".base_layer", ("gate", "up")), ("", ("down",))):

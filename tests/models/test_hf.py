@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny_policies import on_one_device, random_params, tiny_policy
+from tiny_policies import host_params, on_one_device, tiny_policy
 
 from areal_jax.models import hf
 from areal_jax.models.architecture import TRAITS
@@ -28,7 +28,7 @@ def saved(
     folder: Path, architecture: str = "Qwen2ForCausalLM", **settings: object
 ) -> tuple[Policy, Params]:
     policy = tiny_policy(architecture, **settings)
-    params = random_params(policy)
+    params = host_params(policy)
     hf.save(folder, policy, params)
     return policy, params
 
@@ -53,7 +53,8 @@ def test_load_inverts_save_bit_exactly(tmp_path, architecture, tied):
 def test_resaving_transformers_folder_is_bit_exact(tmp_path, family):
     policy = Policy(hf.read_config(FIXTURES / family))
     params = hf.load(FIXTURES / family, policy, on_one_device(policy))
-    hf.save(tmp_path / "policy", policy, params, dtype="bfloat16")
+    # From the host: a slice of an array on a device is a program for each shape.
+    hf.save(tmp_path / "policy", policy, jax.device_get(params), dtype="bfloat16")
     theirs, ours = (
         load_file(folder / "model.safetensors")
         for folder in (FIXTURES / family, tmp_path / "policy")
@@ -67,7 +68,7 @@ def test_resaving_transformers_folder_is_bit_exact(tmp_path, family):
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3MoeForCausalLM"])
 def test_large_policy_is_saved_as_several_files(tmp_path, architecture):
     folder, policy = tmp_path / "policy", tiny_policy(architecture)
-    params = random_params(policy)
+    params = host_params(policy)
     hf.save(folder, policy, params, shard_bytes=4000)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     tensors_by_file = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
@@ -91,7 +92,7 @@ def test_large_policy_is_saved_as_several_files(tmp_path, architecture):
     assert len(sizes) > 3 and min(a + b for a, b in itertools.pairwise(sizes)) > 4000
     assert_equal(hf.load(folder, policy, on_one_device(policy)), params)
     # Saved again as one file: the earlier files must be gone, because readers would use them.
-    newer = random_params(policy, seed=1)
+    newer = host_params(policy, seed=1)
     hf.save(folder, policy, newer)
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
     hf.save(folder, policy, params, shard_bytes=4000)
@@ -100,7 +101,7 @@ def test_large_policy_is_saved_as_several_files(tmp_path, architecture):
 
 def test_oversized_tensor_has_its_own_file(tmp_path):
     policy = tiny_policy()
-    params = random_params(policy)
+    params = host_params(policy)
     hf.save(tmp_path / "policy", policy, params, shard_bytes=1)
     assert len(list((tmp_path / "policy").glob("*.safetensors"))) == 3 * 12 + 3
     assert_equal(hf.load(tmp_path / "policy", policy, on_one_device(policy)), params)
@@ -189,7 +190,7 @@ def test_several_weight_files_are_loaded(tmp_path):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_precision_files_become_float32_parameters(tmp_path, dtype):
     policy = tiny_policy()
-    params = random_params(policy)
+    params = host_params(policy)
     hf.save(tmp_path / "policy", policy, params, dtype=dtype)
     loaded = hf.load(tmp_path / "policy", policy, on_one_device(policy))
     assert_equal(loaded, jax.tree.map(lambda leaf: leaf.astype(dtype).astype(np.float32), params))
@@ -246,7 +247,7 @@ def test_redundant_tensors_are_ignored(tmp_path):
 
 def test_layers_that_predict_several_tokens_are_not_read(tmp_path):
     policy = tiny_policy("DeepseekV3ForCausalLM", num_nextn_predict_layers=1)
-    params = random_params(policy)
+    params = host_params(policy)
     hf.save(tmp_path, policy, params)
     tensors = load_file(tmp_path / "model.safetensors")
     extra = {"model.layers.3.eh_proj.weight": np.zeros((16, 32), np.float32)}
@@ -319,14 +320,14 @@ def test_save_copies_tokenizer_files_and_keeps_other_files(tmp_path):
     ):
         (tmp_path / "source" / name).write_text(name)
     policy = tiny_policy()
-    params = random_params(policy)
+    params = host_params(policy)
     hf.save(tmp_path / "deep" / "policy", policy, params, tokenizer_folder=tmp_path / "source")
     files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in (tmp_path / "deep" / "policy").iterdir()} == files
     # Saved again into an existing folder: its weights are replaced, other files stay, and no
     # temporary files are left.
     (tmp_path / "deep" / "policy" / "README.md").write_text("kept")
-    newer = random_params(policy, seed=1)
+    newer = host_params(policy, seed=1)
     hf.save(tmp_path / "deep" / "policy", policy, newer)
     assert_equal(hf.load(tmp_path / "deep" / "policy", policy, on_one_device(policy)), newer)
     assert {file.name for file in (tmp_path / "deep" / "policy").iterdir()} == files | {"README.md"}
@@ -335,7 +336,7 @@ def test_save_copies_tokenizer_files_and_keeps_other_files(tmp_path):
 
 def test_failed_save_leaves_no_files(tmp_path):
     policy = tiny_policy()
-    params = random_params(policy) | {"norm": None}
+    params = host_params(policy) | {"norm": None}
     with pytest.raises(TypeError, match="NoneType"):
         hf.save(tmp_path / "policy", policy, params)
     assert list(tmp_path.iterdir()) == []
@@ -446,7 +447,7 @@ def test_scalar_head_export_changes_only_head_keys(tmp_path):
             hf.read_config(tmp_path / "original"), readout="SequenceClassification", pad_token_id=5
         )
     )
-    hf.save(tmp_path / "reward", reward, random_params(reward), tmp_path / "original")
+    hf.save(tmp_path / "reward", reward, host_params(reward), tmp_path / "original")
     written = json.loads((tmp_path / "reward" / "config.json").read_text())
     assert written == config | {
         "architectures": ["Qwen2ForSequenceClassification"],
@@ -475,7 +476,7 @@ def test_reward_model_export_sets_the_pad_token(tmp_path):
         hf.save(
             tmp_path / "reward",
             Policy(config),
-            random_params(Policy(config)),
+            host_params(Policy(config)),
             tmp_path / "original",
         )
         for name in ("tokenizer_config.json", "special_tokens_map.json"):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
-from tiny_policies import on_one_device, random_params, tiny_policy
+from tiny_policies import host_params, on_one_device, random_params, tiny_policy
 
 from areal_jax.models import hf, lora
 from areal_jax.models.attention import packed_attention
@@ -26,7 +26,7 @@ from areal_jax.models.traits import TRAITS
 FIXTURES = Path(__file__).parent / "parity_peft"
 BASES = Path(__file__).parent / "parity"
 ADAPTERS = ["qwen2", "llama", "qwen3"]
-TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 40, (2, 12)), jnp.int32)
+TOKENS = jax.device_put(np.random.default_rng(1).integers(0, 40, (2, 12)).astype(np.int32))
 
 
 def adapted(architecture: str = "Qwen2ForCausalLM", **settings: Any) -> Policy:
@@ -36,7 +36,7 @@ def adapted(architecture: str = "Qwen2ForCausalLM", **settings: Any) -> Policy:
 def random_adapter(policy: Policy, seed: int = 7) -> Params:
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 3, leaf.dtype), lora.abstract(policy)
+        lambda leaf: (rng.normal(size=leaf.shape) / 3).astype(leaf.dtype), lora.abstract(policy)
     )
 
 
@@ -81,7 +81,8 @@ def test_adapter_logits_match_peft(family: str) -> None:
     expected = load_file(FIXTURES / family / "expected.safetensors")
     ours = logits(policy, lora.attach(policy, base, adapter), jnp.asarray(expected["tokens"]))
     np.testing.assert_allclose(ours, expected["logits"], atol=1e-4)
-    alone = logits(policy, base, jnp.asarray(expected["tokens"]))
+    silent = jax.tree.map(np.zeros_like, jax.device_get(adapter))
+    alone = logits(policy, lora.attach(policy, base, silent), jnp.asarray(expected["tokens"]))
     assert np.abs(alone - expected["logits"]).mean() > 0.3  # an adapter that says something
 
 
@@ -197,18 +198,22 @@ def test_bfloat16_base_preserves_small_adapter_updates() -> None:
     # W is representable in bfloat16; updates of a thousandth of W are a quarter of its rounding
     # step, so that merging would lose them.
     policy = adapted()
-    base = jax.tree.map(
-        lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), random_params(policy)
+
+    def rounded(params: Params) -> Params:
+        return jax.tree.map(
+            lambda leaf: np.asarray(leaf).astype(jnp.bfloat16).astype(np.float32), params
+        )
+
+    base = rounded(host_params(policy))
+    adapter = jax.tree.map(lambda leaf: np.float32(0.01) * leaf, random_adapter(policy))
+    whole = merged(policy, base, adapter)
+    attached = lora.attach(policy, base, adapter)
+    alone, exact, of_merged, ours = (
+        np.asarray(logits(policy, each)) for each in (base, whole, rounded(whole), attached)
     )
-    adapter = jax.tree.map(lambda leaf: 0.01 * leaf, random_adapter(policy))
-    exact = logits(policy, merged(policy, base, adapter)) - logits(policy, base)
-    rounded = jax.tree.map(
-        lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), merged(policy, base, adapter)
-    )
-    of_merged = logits(policy, rounded) - logits(policy, base)
-    ours = logits(policy, lora.attach(policy, base, adapter)) - logits(policy, base)
-    assert jnp.abs(ours - exact).mean() < 0.01 * jnp.abs(exact).mean()
-    assert jnp.abs(of_merged - exact).mean() > 0.5 * jnp.abs(exact).mean()
+    exact, of_merged, ours = exact - alone, of_merged - alone, ours - alone
+    assert np.abs(ours - exact).mean() < 0.01 * np.abs(exact).mean()
+    assert np.abs(of_merged - exact).mean() > 0.5 * np.abs(exact).mean()
 
 
 def broken(tmp_path: Path, tensors: Callable[[dict], Any] = lambda _: None, **config: Any) -> Path:

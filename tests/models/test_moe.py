@@ -24,17 +24,24 @@ B, T, D, F, E, K = 8, 6, 8, 6, 4, 2
 
 
 def draw(*shape: int, seed: int) -> jax.Array:
-    return jnp.asarray(
-        np.random.default_rng(seed).normal(size=shape) / shape[-1] ** 0.5, jnp.float32
-    )
+    numbers = np.random.default_rng(seed).normal(size=shape) / shape[-1] ** 0.5
+    return jax.device_put(numbers.astype(np.float32))
 
 
-X, WEIGHTS = draw(B, T, D, seed=0), jax.nn.softmax(draw(B, T, K, seed=1))
+def softmax(logits: jax.Array) -> jax.Array:
+    exponents = np.exp(np.asarray(logits))
+    return jax.device_put(exponents / exponents.sum(axis=-1, keepdims=True))
+
+
+X, WEIGHTS = draw(B, T, D, seed=0), softmax(draw(B, T, K, seed=1))
 GATE, UP, DOWN = draw(E, D, F, seed=2), draw(E, D, F, seed=3), draw(E, F, D, seed=4)
 # Two different experts for every token.
-CHOSEN = jnp.asarray(np.argsort(np.random.default_rng(5).random((B, T, E)), axis=-1)[..., :K])
+CHOSEN = jax.device_put(
+    np.argsort(np.random.default_rng(5).random((B, T, E)), axis=-1)[..., :K].astype(np.int32)
+)
 
 
+@jax.jit
 def every_expert(x, weights, chosen, gate, up, down):
     """Compute all experts for all tokens, most with weight 0."""
     out = jnp.einsum(
@@ -76,7 +83,7 @@ def test_no_token_is_dropped_under_extreme_imbalance():
         GATE,
         UP,
         DOWN,
-        chosen=jnp.broadcast_to(jnp.array([2, 0]), CHOSEN.shape),
+        chosen=jax.device_put(np.broadcast_to(np.int32([2, 0]), CHOSEN.shape)),
     )
 
 
@@ -151,49 +158,50 @@ def test_selection_bias_has_no_gradient_and_no_weight() -> None:
     policy = tiny_policy("DeepseekV3ForCausalLM")
     params = random_params(policy)
 
-    @jax.jit
     def output(params):
         tokens = jnp.arange(12)[None] % 40
         attend = packed_attention(jnp.ones_like(tokens))
         hidden, _, _ = policy.hidden(params, tokens, tokens, attend, compute_dtype=jnp.float32)
         return hidden.sum()
 
-    gradient = jax.grad(output)(params)["layers"]["mlp"]
+    run = jax.jit(jax.value_and_grad(output))
+    expected, gradient = run(params)
+    gradient = jax.device_get(gradient["layers"]["mlp"])
     assert not gradient["selection_bias"].any() and gradient["router"].any()
     # A bias that is equal for all experts changes neither choice nor weights.
     mlp = params["layers"]["mlp"]
-    shifted = mlp | {"selection_bias": mlp["selection_bias"] + 3.0}
-    moved = output(params | {"layers": params["layers"] | {"mlp": shifted}})
-    np.testing.assert_allclose(moved, output(params), rtol=1e-5)
+    shifted = mlp | {"selection_bias": np.asarray(mlp["selection_bias"]) + np.float32(3.0)}
+    moved, _ = run(params | {"layers": params["layers"] | {"mlp": shifted}})
+    np.testing.assert_allclose(moved, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("unroll", [False, True])
 def test_routing_counts_all_layers_without_padding(unroll):
     policy = tiny_policy("Qwen3MoeForCausalLM")
     params = random_params(policy)
-    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 40, (2, 5)))
-    segments = jnp.array([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
-    positions = jnp.broadcast_to(jnp.arange(5), tokens.shape)
+    tokens = np.random.default_rng(1).integers(0, 40, (2, 5)).astype(np.int32)
+    segments = np.int32([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+    positions = np.broadcast_to(np.arange(5, dtype=np.int32), tokens.shape)
 
     @jax.jit
     def routed(tokens):
-        attend = packed_attention(segments)
+        attend = packed_attention(jnp.asarray(segments))
         return policy.hidden(
             params,
             tokens,
-            positions,
+            jnp.asarray(positions),
             attend,
             compute_dtype=jnp.float32,
             unroll=unroll,
-            counted=segments > 0,
+            counted=jnp.asarray(segments > 0),
         )[2]
 
-    routing = routed(tokens)
+    routing = jax.device_get(routed(tokens))
     # Seven tokens with two choices each, whose probabilities sum to one, in each of three layers.
     np.testing.assert_allclose(routing.chosen.sum(axis=1), [14] * 3)
     np.testing.assert_allclose(routing.probability.sum(axis=1), [7] * 3, rtol=1e-6)
-    assert len({tuple(of_layer) for of_layer in np.asarray(routing.probability)}) == 3
-    jax.tree.map(np.testing.assert_array_equal, routed(jnp.where(segments > 0, tokens, 7)), routing)
+    assert len({tuple(of_layer) for of_layer in routing.probability}) == 3
+    jax.tree.map(np.testing.assert_array_equal, routed(np.where(segments > 0, tokens, 7)), routing)
 
 
 def layer_of(**settings: object) -> tuple[MoE, jax.Array]:
@@ -235,32 +243,38 @@ def test_router_is_float32_in_every_compute_dtype():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_block_products_match_ragged_dot(dtype):
     # Groups of 4, 0 and 8 rows in blocks of 4, and a last block of zero rows.
-    sizes, x, dy = (
-        jnp.array([4, 0, 8]),
-        draw(16, D, seed=0).at[12:].set(0).astype(dtype),
-        draw(16, F, seed=1).astype(dtype),
+    is_of_a_group = np.arange(16)[:, None] < 12
+    x, dy, w, sizes = (
+        np.where(is_of_a_group, draw(16, D, seed=0), 0).astype(dtype),
+        np.asarray(draw(16, F, seed=1)).astype(dtype),
+        np.asarray(draw(3, D, F, seed=2)).astype(dtype),
+        np.int32([4, 0, 8]),
     )
-    w = draw(3, D, F, seed=2).astype(dtype)
-    blocks, ragged = moe._by_blocks(x, w, sizes, block=4), jax.lax.ragged_dot(x, w, sizes)
+
+    @jax.jit
+    def run(x, dy, w, sizes):
+        return (
+            moe._by_blocks(x, w, sizes, block=4),
+            jax.lax.ragged_dot(x, w, sizes),
+            moe._gradient_by_blocks(x, dy, sizes, block=4),
+            moe.tpu_gradient(x, dy, sizes, interpret=True),
+        )
+
+    blocks, ragged, gradient, of_kernel = jax.device_get(run(x, dy, w, sizes))
     assert blocks.dtype == ragged.dtype == dtype
     np.testing.assert_allclose(
         blocks[:12].astype(float), ragged[:12].astype(float), atol=1e-6, rtol=1e-2
     )
-    blocks, ragged = (
-        moe._gradient_by_blocks(x, dy, sizes, block=4),
-        moe.tpu_gradient(x, dy, sizes, interpret=True),
-    )
-    assert blocks.dtype == ragged.dtype == jnp.float32  # not a sum of rounded terms
-    np.testing.assert_allclose(blocks, ragged, atol=1e-6)
+    assert gradient.dtype == of_kernel.dtype == jnp.float32  # not a sum of rounded terms
+    np.testing.assert_allclose(gradient, of_kernel, atol=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 3), (2, 40)])
 def test_expert_output_for_few_and_many_tokens(rows, tokens):
     # From fewer assignments than experts, as in a decode step, to twenty per expert.
     x, weights = draw(rows, tokens, D, seed=0), draw(rows, tokens, K, seed=1)
-    chosen = jnp.asarray(
-        np.argsort(np.random.default_rng(5).random((rows, tokens, E)) ** 4, axis=-1)[..., :K]
-    )
+    chosen = np.argsort(np.random.default_rng(5).random((rows, tokens, E)) ** 4, axis=-1)
+    chosen = jax.device_put(chosen[..., :K].astype(np.int32))
     assert_same(local_experts, x, weights, GATE, UP, DOWN, chosen=chosen)
 
 
@@ -269,18 +283,24 @@ def test_replayed_experts_have_the_routers_weights() -> None:
     # .032059. Experts 0 and 2 without renormalization, and .643914 / (.643914 + .087144) with it.
     for is_normalized, expected in ((False, (0.643914, 0.087144)), (True, (0.880797, 0.119203))):
         layer, _ = layer_of(norm_topk_prob=is_normalized)
-        layer.router[...] = jnp.zeros((16, 4)).at[0].set(jnp.array([2.0, 1.0, 0.0, -1.0]))
-        x = jnp.zeros((1, 2, 16)).at[:, :, 0].set(1.0)
-        given = []
-
-        def experts(x, weights, chosen, *_, given=given, **__):
-            given.append((weights, chosen))
-            return x
-
+        router, x = np.zeros((16, 4), np.float32), np.zeros((1, 2, 16), np.float32)
+        router[0], x[:, :, 0] = (2.0, 1.0, 0.0, -1.0), 1.0
+        layer.router[...] = jax.device_put(router)
         # The second token is routed by the router.
-        replay = jnp.array([[[0, 2], [255, 255]]], jnp.uint8)
-        _, routing = layer(x, experts, jnp.ones((1, 2), bool), replay, records=True)
-        ((weights, chosen),) = given
+        replay = np.array([[[0, 2], [255, 255]]], np.uint8)
+
+        @jax.jit
+        def run(x, replay, layer=layer):
+            given: list[tuple[jax.Array, ...]] = []
+
+            def experts(x, *routed, **_):
+                given.append(routed[:2])
+                return x
+
+            _, routing = layer(x, experts, jnp.ones((1, 2), bool), replay, records=True)
+            return given, routing
+
+        ((weights, chosen),), routing = run(x, replay)
         np.testing.assert_allclose(weights[0, 0], expected, atol=1e-6)
         np.testing.assert_array_equal(chosen, [[[0, 2], [0, 1]]])
         assert routing is not None and routing.ids is not None

@@ -113,12 +113,15 @@ def tiny_policy(architecture: str = "Qwen2ForCausalLM", **settings: object) -> P
 
 
 def random_params(policy: Policy, seed: int = 0) -> Params:
+    """Move `host_params` to a device."""
+    return jax.device_put(host_params(policy, seed))
+
+
+def host_params(policy: Policy, seed: int = 0) -> Params:
     """Sample all parameters, including biases and norms, so that a missing one shows."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda leaf: jnp.asarray(
-            2 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
-        ),
+        lambda leaf: (2 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5).astype(leaf.dtype),
         policy.abstract(),
     )
 
