@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +48,9 @@ POLICY = Policy(
 )
 ROWS, TOKENS, WIDTH, OUTER, VOCAB = 8, 6, 16, 12, 24
 PLACEMENTS = (
-    PlacementConfig(train_fsdp=8),
+    pytest.param(PlacementConfig(train_fsdp=8), marks=pytest.mark.slow),
     PlacementConfig(train_fsdp=4),
-    PlacementConfig(train_fsdp=4, train_tensor=2),
+    pytest.param(PlacementConfig(train_fsdp=4, train_tensor=2), marks=pytest.mark.slow),
     PlacementConfig(train_fsdp=2, train_context=2, train_tensor=2),
 )
 
@@ -59,7 +61,12 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
 
 
 def sample(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def sample_tokens() -> jax.Array:
+    tokens = np.random.default_rng(2).integers(0, VOCAB, (ROWS, TOKENS))
+    return jax.device_put(tokens.astype(np.int32))
 
 
 @pytest.mark.parametrize("axes", [("embed", "mlp"), ("mlp", "embed")])
@@ -74,11 +81,17 @@ def test_products_and_gradients_are_those_of_whole_matrices(
         sample(1, *shape),
         sample(2, ROWS, TOKENS, shape[1]),
     )
-    y, pull = jax.jit(lambda x, w: jax.vjp(lambda x, w: sharded_product(x, w, shards), x, w))(x, w)
+
+    @jax.jit
+    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+        y, pull = jax.vjp(lambda x, w: sharded_product(x, w, shards), x, w)
+        return y, *pull(dy)
+
+    y, dx, dw = run(x, w, dy)
+    x, w, dy = map(np.asarray, (x, w, dy))
     np.testing.assert_allclose(y, x @ w, rtol=1e-5, atol=1e-5)
-    dx, dw = pull(dy)
-    np.testing.assert_allclose(dx, jnp.einsum("bto,io->bti", dy, w), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(dw, jnp.einsum("bti,bto->io", x, dy), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dx, np.einsum("bto,io->bti", dy, w), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dw, np.einsum("bti,bto->io", x, dy), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_narrow", [False, True])
@@ -89,28 +102,50 @@ def test_lookups_and_gradients_are_those_of_a_whole_embedding(
     shards = fully_sharded(mesh, ("vocab", "embed"), (VOCAB, WIDTH), (ROWS, TOKENS), TRAIN_RULES)
     assert shards is not None
     embed, dx = sample(0, VOCAB, WIDTH), sample(1, ROWS, TOKENS, WIDTH)
-    tokens = jax.random.randint(jax.random.key(2), (ROWS, TOKENS), 0, VOCAB)
-    x, pull = jax.jit(
-        lambda embed: jax.vjp(lambda w: sharded_lookup(w, tokens, jnp.float32, shards), embed)
-    )(embed)
-    np.testing.assert_array_equal(x, embed[tokens])
+    tokens = sample_tokens()
+
+    @jax.jit
+    def run(embed: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, pull = jax.vjp(lambda w: sharded_lookup(w, tokens, jnp.float32, shards), embed)
+        return x, pull(dx)[0]
+
+    x, gradient = run(embed, dx)
+    np.testing.assert_array_equal(x, np.asarray(embed)[np.asarray(tokens)])
     expected = np.zeros(embed.shape)
     np.add.at(expected, np.asarray(tokens), np.asarray(dx))
-    np.testing.assert_allclose(pull(dx)[0], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("learns_entropy", [False, True])
-@pytest.mark.parametrize("chunk_tokens", [16, 10_000])
+# As many chunks as there are, or one.
+@pytest.mark.parametrize(
+    ("chunk_tokens", "learns_entropy"),
+    [
+        (16, True),
+        (10_000, False),
+        pytest.param(16, False, marks=pytest.mark.slow),
+        pytest.param(10_000, True, marks=pytest.mark.slow),
+    ],
+)
 def test_logprobs_with_a_sharded_head_are_those_of_a_whole_one(
     mesh: Mesh, learns_entropy: bool, chunk_tokens: int
 ) -> None:
     shards = fully_sharded(mesh, ("embed", "vocab"), (WIDTH, VOCAB), (ROWS, TOKENS), TRAIN_RULES)
     assert shards is not None
-    hidden, head = sample(0, ROWS, TOKENS, WIDTH), sample(1, WIDTH, VOCAB)
-    tokens = jax.random.randint(jax.random.key(2), (ROWS, TOKENS), 0, VOCAB)
-    weights = sample(3, 2, ROWS, TOKENS)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        logprob_gradients(chunk_tokens, learns_entropy, shards),
+        whole_logprob_gradients(chunk_tokens, learns_entropy),
+    )
 
-    def loss(hidden: jax.Array, head: jax.Array, sharded: bool) -> jax.Array:
+
+def logprob_gradients(
+    chunk_tokens: int, learns_entropy: bool, shards: fsdp.FullySharded | None
+) -> tuple[Any, Any]:
+    """Return a sum of log-probs and entropies, and its gradients."""
+    hidden, head = sample(0, ROWS, TOKENS, WIDTH), sample(1, WIDTH, VOCAB)
+    tokens, weights = sample_tokens(), sample(3, 2, ROWS, TOKENS)
+
+    def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
         outs = token_logprobs(
             hidden,
             head,
@@ -119,18 +154,19 @@ def test_logprobs_with_a_sharded_head_are_those_of_a_whole_one(
             temperature=0.7,
             chunk_tokens=chunk_tokens,
             learns_entropy=learns_entropy,
-            shards=shards if sharded else None,
+            shards=shards,
         )
         return (weights * jnp.stack(outs)).sum()
 
-    run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)), static_argnums=2)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        run(hidden, head, True),
-        run(hidden, head, False),
-    )
+    return jax.device_get(jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, head))
 
 
+@cache
+def whole_logprob_gradients(chunk_tokens: int, learns_entropy: bool) -> tuple[Any, Any]:
+    return logprob_gradients(chunk_tokens, learns_entropy, None)
+
+
+@cache
 def collectives_of(
     placement: PlacementConfig, policy: Policy, program: str = "accumulate"
 ) -> tuple[Mesh, Counter]:
@@ -168,7 +204,7 @@ def test_training_scatters_gradients_and_gathers_weights(placement: PlacementCon
     assert reduced < 40_000 < 64 * 256 * 4
 
 
-@pytest.mark.parametrize("fsdp", [4, 1])
+@pytest.mark.parametrize("fsdp", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_gradients_are_summed_over_copies_once_for_an_update(fsdp: int) -> None:
     placement = PlacementConfig(train_fsdp=fsdp)
     summed = {}
