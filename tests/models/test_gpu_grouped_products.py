@@ -20,40 +20,44 @@ BLOCKS_OF_GROUPS = (2, 0, 3, 1)
 
 
 def draw(*shape: int, seed: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 @pytest.mark.parametrize(("block", "outputs"), [(16, 96), (64, 5), (128, 96)])
 def test_products_and_gradients_match_loops_over_rows(block: int, outputs: int):
-    sizes = jnp.array(BLOCKS_OF_GROUPS) * block
+    sizes = np.int32(BLOCKS_OF_GROUPS) * np.int32(block)
     # Two blocks of rows after all groups.
     num_rows = (sum(BLOCKS_OF_GROUPS) + 2) * block
     groups = np.repeat(np.arange(len(sizes)), sizes)
     x, dy = draw(num_rows, INPUTS, seed=0), draw(num_rows, outputs, seed=1)
     w = draw(len(sizes), INPUTS, outputs, seed=2)
     y, dx, dw = (np.zeros(each.shape) for each in (dy, x, w))
+    exact_x, exact_dy, exact_w = map(np.asarray, (x, dy, w))
     for row, group in enumerate(groups):
-        y[row] = x[row] @ w[group]
-        dx[row] = w[group] @ dy[row]
-        dw[group] += np.outer(x[row], dy[row])
-    product = partial(gpu_grouped_product, interpret=True)
-    found = (
-        product(x, w, sizes, block),
-        product(dy, w, sizes, block, is_transposed=True),
-        gpu_grouped_gradient(x, dy, sizes, block, jnp.float32, interpret=True),
-    )
-    for each, expected in zip(found, (y, dx, dw), strict=True):
+        y[row] = exact_x[row] @ exact_w[group]
+        dx[row] = exact_w[group] @ exact_dy[row]
+        dw[group] += np.outer(exact_x[row], exact_dy[row])
+
+    @jax.jit
+    def run(x: jax.Array, dy: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+        product = partial(gpu_grouped_product, interpret=True)
+        return (
+            product(x, w, sizes, block),
+            product(dy, w, sizes, block, is_transposed=True),
+            gpu_grouped_gradient(x, dy, sizes, block, jnp.float32, interpret=True),
+        )
+
+    for each, expected in zip(run(x, dy, w, sizes), (y, dx, dw), strict=True):
         np.testing.assert_allclose(each, expected, atol=1e-4)
 
 
 def test_matrices_of_8_bits_are_converted_exactly():
-    sizes, x = jnp.array([16, 32]), draw(48, INPUTS, seed=0).astype(jnp.bfloat16)
+    sizes = jax.device_put(np.int32([16, 32]))
+    x = np.asarray(draw(48, INPUTS, seed=0)).astype(jnp.bfloat16)
     rng = np.random.default_rng(3)
-    w = jnp.asarray(rng.integers(-127, 128, (2, INPUTS, 96), dtype=np.int8))
-    found, expected = (
-        gpu_grouped_product(x, each, sizes, 16, interpret=True)
-        for each in (w, w.astype(jnp.bfloat16))
-    )
+    w = rng.integers(-127, 128, (2, INPUTS, 96), dtype=np.int8)
+    product = jax.jit(lambda x, w: gpu_grouped_product(x, w, sizes, 16, interpret=True))
+    found, expected = product(x, w), product(x, w.astype(jnp.bfloat16))
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found, expected)
 
@@ -62,21 +66,19 @@ def test_matrices_of_8_bits_are_converted_exactly():
 def test_experts_with_the_gpu_kernel_match_blocks(num_tokens: int, monkeypatch: pytest.MonkeyPatch):
     for name in ("gpu_grouped_product", "gpu_grouped_gradient"):
         monkeypatch.setattr(moe, name, partial(getattr(moe, name), interpret=True))
-    gate, up = (draw(6, 32, 16, seed=seed) / 6 for seed in (1, 2))
-    down, x = draw(6, 16, 32, seed=3) / 4, draw(1, num_tokens, 32, seed=4)
-    weights = jnp.asarray(np.random.default_rng(5).random((1, num_tokens, 2)), jnp.float32)
+    gate, up = (np.asarray(draw(6, 32, 16, seed=seed)) / 6 for seed in (1, 2))
+    down, x = np.asarray(draw(6, 16, 32, seed=3)) / 4, draw(1, num_tokens, 32, seed=4)
+    weights = np.random.default_rng(5).random((1, num_tokens, 2)).astype(np.float32)
     # Experts 1 to 4 of six are local, and expert 4 has no tokens.
     chosen = np.random.default_rng(6).permuted(np.tile([0, 1, 2, 3, 5], (num_tokens, 1)), axis=1)
 
     def gradients(kernel: moe.GroupedKernel) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         def loss(x: jax.Array, *matrices: jax.Array) -> jax.Array:
-            local = (each[1:5] for each in matrices)
-            out = local_experts(
-                x, weights, jnp.asarray(chosen[None, :, :2]), *local, first=1, kernel=kernel
-            )
+            local, ids = (each[1:5] for each in matrices), jnp.asarray(chosen[None, :, :2])
+            out = local_experts(x, jnp.asarray(weights), ids, *local, first=1, kernel=kernel)
             return (out * jnp.cos(jnp.arange(32))).sum()
 
-        return jax.value_and_grad(loss, argnums=range(4))(x, gate, up, down)
+        return jax.jit(jax.value_and_grad(loss, argnums=range(4)))(x, gate, up, down)
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),

@@ -30,12 +30,25 @@ from areal_jax.models.tpu_paged_attention import tpu_paged_attention
 B, N, K, H, P, PAGE, MOST = 3, 4, 2, 16, 64, 16, 20
 LENGTHS = (1, 70, 300)
 rng = np.random.default_rng(0)
-TABLE = jnp.asarray(rng.permutation(P)[: B * MOST].reshape(B, MOST), jnp.int32)
-KEYS, VALUES = (
-    jnp.asarray(rng.normal(size=(B, max(LENGTHS), K, H)), jnp.float32) for _ in range(2)
-)
+TABLE = jax.device_put(rng.permutation(P)[: B * MOST].reshape(B, MOST).astype(np.int32))
 
 
+def draw(*shape: int) -> Array:
+    return jax.device_put(rng.normal(size=shape).astype(np.float32))
+
+
+def numbers(*values: int) -> Array:
+    return jax.device_put(np.array(values, np.int32))
+
+
+KEYS, VALUES = (draw(B, max(LENGTHS), K, H) for _ in range(2))
+ENDS = numbers(*LENGTHS)
+LASTS = numbers(*(length - 1 for length in LENGTHS))
+plain_attention = jax.jit(attend_to_pages, static_argnames="window")
+gpu_attention = jax.jit(partial(gpu_paged_attention, interpret=True), static_argnames="window")
+
+
+@partial(jax.jit, static_argnames="dtype")
 def pages(dtype: str = "float32") -> Pages:
     """Write the first tokens of three sequences into pages, in two parts."""
     # Earlier content must not be read.
@@ -45,16 +58,16 @@ def pages(dtype: str = "float32") -> Pages:
         None if dtype == "float32" else jnp.ones(shape[:-1]),
     )
     empty = Pages(waste, waste, scales, scales)
-    lengths = jnp.asarray(LENGTHS)
-    first = jnp.minimum(lengths, 33)
-    begun = write_pages(empty, KEYS, VALUES, TABLE, jnp.zeros(B, jnp.int32), first)
+    lengths, first = np.int32(LENGTHS), np.minimum(np.int32(LENGTHS), 33)
+    begun = write_pages(empty, KEYS, VALUES, TABLE, jnp.zeros(B, jnp.int32), jnp.asarray(first))
     k, v = (
         jnp.stack([jnp.roll(row, -int(n), 0) for row, n in zip(x, first, strict=True)])
         for x in (KEYS, VALUES)
     )
-    return write_pages(begun, k, v, TABLE, first, lengths - first)
+    return write_pages(begun, k, v, TABLE, jnp.asarray(first), jnp.asarray(lengths - first))
 
 
+@partial(jax.jit, static_argnums=1)
 def by_formula(q: Array, window: int | None) -> Array:
     """Compute attention of the last tokens of every sequence by the formula."""
     ends = jnp.asarray(LENGTHS)[:, None] - q.shape[1] + jnp.arange(q.shape[1])
@@ -67,39 +80,34 @@ def by_formula(q: Array, window: int | None) -> Array:
 @pytest.mark.parametrize("new", [1, 7])
 @pytest.mark.slow
 def test_plain_paged_attention_matches_the_formula(new: int, window: int | None):
-    q = jnp.asarray(rng.normal(size=(B, new, N, H)), jnp.float32)
-    starts = jnp.asarray(LENGTHS, jnp.int32) - new
+    q, starts = draw(B, new, N, H), numbers(*(length - new for length in LENGTHS))
     # The first sequence has a single token: of seven queries, the first six have no position.
     rows = slice(None) if new == 1 else slice(1, None)
-    out = attend_to_pages(q, pages(), TABLE, starts, window)
-    np.testing.assert_allclose(out[rows], by_formula(q, window)[rows], atol=2e-6)
+    out = np.asarray(plain_attention(q, pages(), TABLE, starts, window=window))
+    np.testing.assert_allclose(out[rows], np.asarray(by_formula(q, window))[rows], atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_gpu_paged_kernel_matches_the_formula(window: int | None):
-    q = jnp.asarray(rng.normal(size=(B, 1, N, H)), jnp.float32)
-    out = gpu_paged_attention(
-        q[:, 0], *pages(), TABLE, jnp.asarray(LENGTHS), window=window, interpret=True
-    )
+    q = draw(B, 1, N, H)
+    out = gpu_attention(q[:, 0], *pages(), TABLE, ENDS, window=window)
     np.testing.assert_allclose(out, by_formula(q, window)[:, 0], atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_gpu_paged_kernel_reads_heads_in_pieces(dtype: str):
-    # 32 + 16, and 64 + 32 + 16.
-    for size in (48, 112):
-        q = jnp.asarray(rng.normal(size=(B, N, size)), jnp.float32)
-        keys, values = (
-            jnp.asarray(rng.normal(size=(K, P, PAGE, size)), jnp.float32) for _ in range(2)
-        )
+# 32 + 16, and 64 + 32 + 16.
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 48), ("int8", 112)])
+def test_gpu_paged_kernel_reads_heads_in_pieces(dtype: str, size: int):
+    @jax.jit
+    def run(q: Array, keys: Array, values: Array) -> tuple[Array, Array]:
         of_keys, of_values = (
             (x, None) if dtype == "float32" else quantize(x, dtype) for x in (keys, values)
         )
         cache = Pages(of_keys[0], of_values[0], of_keys[1], of_values[1])
-        lengths = jnp.asarray(LENGTHS)
-        out = gpu_paged_attention(q, *cache, TABLE, lengths, interpret=True)
-        plain = attend_to_pages(q[:, None], cache, TABLE, lengths - 1)[:, 0]
-        np.testing.assert_allclose(out, plain, atol=1e-5)
+        plain = attend_to_pages(q[:, None], cache, TABLE, LASTS)[:, 0]
+        return gpu_paged_attention(q, *cache, TABLE, ENDS, interpret=True), plain
+
+    q, keys, values = draw(B, N, size), draw(K, P, PAGE, size), draw(K, P, PAGE, size)
+    np.testing.assert_allclose(*run(q, keys, values), atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 0.01), ("float8_e4m3fn", 0.05)])
@@ -117,10 +125,10 @@ def test_quantized_pages_bound_the_error_by_the_largest_number(dtype: str, most:
             assert float((jnp.abs(found - exact) / largest).max()) <= (
                 0.5 / 127 + 1e-6 if dtype == "int8" else 1 / 16
             )
-    q = jnp.asarray(rng.normal(size=(B, 1, N, H)), jnp.float32)
-    plain = attend_to_pages(q, narrow, TABLE, jnp.asarray(LENGTHS) - 1)
+    q = draw(B, 1, N, H)
+    plain = plain_attention(q, narrow, TABLE, LASTS)
     assert float(jnp.abs(plain - by_formula(q, None)).mean()) < most
-    kernel = gpu_paged_attention(q[:, 0], *narrow, TABLE, jnp.asarray(LENGTHS), interpret=True)
+    kernel = gpu_attention(q[:, 0], *narrow, TABLE, ENDS)
     np.testing.assert_allclose(kernel, plain[:, 0], atol=1e-5)
 
 
@@ -177,60 +185,63 @@ def test_tpu_paged_kernel_matches_the_plain_path(
     # Blocks of four pages: of the longest row, several; between rows, the next one's is copied.
     monkeypatch.setattr(tpu, "BLOCK_NUMBERS", 4 * K * PAGE * tpu.LANES)
     shape, narrow = (K, P, PAGE, tpu.padded_head_dim(H)), dtype != "float32"
-    waste = jnp.full(shape, 100, dtype)
-    scales = jnp.ones(shape[:-1]) if narrow else None
+    waste = jax.device_put(np.full(shape, 100, jnp.dtype(dtype)))
+    scales = jax.device_put(np.ones(shape[:-1], np.float32)) if narrow else None
     empty = Pages(waste, None, scales) if is_latent else Pages(waste, waste, scales, scales)
-    lengths, sinks = jnp.asarray(LENGTHS), jnp.asarray(rng.normal(size=N), jnp.float32)
-    stored = write_pages(
-        empty, KEYS, None if is_latent else VALUES, TABLE, jnp.zeros(B, jnp.int32), lengths
-    )
-    q = jnp.asarray(rng.normal(size=(B, 1, N, H)), jnp.float32)
-    expected = attend_to_pages(q, stored, TABLE, lengths - 1, window, sinks)
-    found = tpu_paged_attention(
-        q[:, 0],
-        *stored,
-        TABLE,
-        lengths,
-        window=window,
-        sinks=sinks,
-        interpret=pltpu.InterpretParams(),
-    )
-    np.testing.assert_allclose(found[:, None], expected, atol=2e-6)
+
+    @jax.jit
+    def run(empty: Pages, q: Array, sinks: Array) -> tuple[Array, Array]:
+        stored = write_pages(
+            empty, KEYS, None if is_latent else VALUES, TABLE, jnp.zeros(B, jnp.int32), ENDS
+        )
+        found = tpu_paged_attention(
+            q[:, 0],
+            *stored,
+            TABLE,
+            ENDS,
+            window=window,
+            sinks=sinks,
+            interpret=pltpu.InterpretParams(),
+        )
+        return found[:, None], attend_to_pages(q, stored, TABLE, LASTS, window, sinks)
+
+    np.testing.assert_allclose(*run(empty, draw(B, 1, N, H), draw(N)), atol=2e-6)
 
 
 @pytest.mark.parametrize("kernel", ["gpu", "tpu"])
 def test_paged_kernels_read_several_new_tokens_as_rows(kernel: str) -> None:
     shape = (K, P, PAGE, H if kernel == "gpu" else tpu.padded_head_dim(H))
-    empty = Pages(jnp.full(shape, 100.0), jnp.full(shape, 100.0))
-    stored = write_pages(empty, KEYS, VALUES, TABLE, jnp.zeros(B, jnp.int32), jnp.asarray(LENGTHS))
-    q = jnp.asarray(rng.normal(size=(B, 3, N, H)), jnp.float32)
-    starts = jnp.asarray([0, 67, 297], jnp.int32)
-    expected = attend_to_pages(q, stored, TABLE, starts, 50)
     attend = gpu_paged_attention if kernel == "gpu" else tpu_paged_attention
     interpret = True if kernel == "gpu" else pltpu.InterpretParams()
-    found = attend_as_rows(partial(attend, interpret=interpret), q, stored, TABLE, starts, 50)
+
+    @jax.jit
+    def run(q: Array, starts: Array) -> tuple[Array, Array]:
+        empty = Pages(jnp.full(shape, 100.0), jnp.full(shape, 100.0))
+        stored = write_pages(empty, KEYS, VALUES, TABLE, jnp.zeros(B, jnp.int32), ENDS)
+        found = attend_as_rows(partial(attend, interpret=interpret), q, stored, TABLE, starts, 50)
+        return found, attend_to_pages(q, stored, TABLE, starts, 50)
+
+    q = draw(B, 3, N, H)
+    found, expected = jax.device_get(run(q, numbers(0, 67, 297)))
     # The first sequence has a single token.
     np.testing.assert_allclose(found[0, :1], expected[0, :1], atol=1e-5)
     np.testing.assert_allclose(found[1:], expected[1:], atol=1e-5)
     # The pages of the last sequence end after 320 tokens.
-    beyond = attend_as_rows(partial(attend, interpret=interpret), q, stored, TABLE, starts + 21, 50)
-    assert bool(jnp.isfinite(beyond).all())
+    beyond, _ = run(q, numbers(21, 88, 318))
+    assert np.isfinite(np.asarray(beyond)).all()
 
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.slow
 def test_paged_kernels_with_sinks_match_the_formula(window: int | None) -> None:
-    q = jnp.asarray(rng.normal(size=(B, 1, N, H)), jnp.float32)
-    sinks, lengths = jnp.asarray(rng.normal(size=N), jnp.float32), jnp.asarray(LENGTHS)
+    q, sinks, lengths = draw(B, 1, N, H), draw(N), ENDS
     # A sink with score s divides by exp(s) more: the softmax without it, times a share.
     ages = lengths[:, None] - 1 - jnp.arange(KEYS.shape[1])
     mask = (ages >= 0) & (ages < (window or 10**6))
     scores = jnp.einsum("bnh,bsnh->bns", q[:, 0], jnp.repeat(KEYS, N // K, axis=2)) / H**0.5
     total = jax.nn.logsumexp(jnp.where(mask[:, None], scores, -jnp.inf), axis=-1)
     expected = by_formula(q, window) * jax.nn.sigmoid(total - sinks)[:, None, :, None]
-    plain = attend_to_pages(q, pages(), TABLE, lengths - 1, window, sinks)
+    plain = plain_attention(q, pages(), TABLE, LASTS, window=window, sinks=sinks)
     np.testing.assert_allclose(plain, expected, atol=1e-5)
-    kernel = gpu_paged_attention(
-        q[:, 0], *pages(), TABLE, lengths, window=window, sinks=sinks, interpret=True
-    )
+    kernel = gpu_attention(q[:, 0], *pages(), TABLE, lengths, window=window, sinks=sinks)
     np.testing.assert_allclose(kernel[:, None], expected, atol=1e-5)
