@@ -23,25 +23,30 @@ from areal_jax.parallel.sharding import TRAIN_RULES
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+compiled_attention = jax.jit(masked_attention)
 
 
 def test_attention_by_hand():
     # One head of size 1, so sqrt(H) = 1. q = ln 3; keys 0, 1, 1; the mask hides the third.
     # Scores 0 and ln 3, weights 1/4 and 3/4, values 8 and 4: 8/4 + 4·3/4 = 5.
-    out = masked_attention(
-        jnp.full((1, 1, 1, 1), np.log(3.0), jnp.float32),
-        jnp.array([0.0, 1.0, 1.0]).reshape(1, 1, 1, 3),
-        jnp.array([8.0, 4.0, 1000.0]).reshape(1, 1, 3, 1),
-        jnp.array([True, True, False]).reshape(1, 1, 3),
+    out = compiled_attention(
+        np.full((1, 1, 1, 1), np.log(3.0), np.float32),
+        np.array([0.0, 1.0, 1.0], np.float32).reshape(1, 1, 1, 3),
+        np.array([8.0, 4.0, 1000.0], np.float32).reshape(1, 1, 3, 1),
+        np.array([True, True, False]).reshape(1, 1, 3),
     )
     assert out.item() == pytest.approx(5.0, rel=1e-6)
 
 
 def test_grouped_query_heads_use_kv_heads_in_order():
     q, k, v = draw(2, 5, 4, 8), draw(2, 2, 8, 7, seed=1), draw(2, 2, 7, 8, seed=2)
-    mask = jnp.asarray(np.random.default_rng(3).random((2, 5, 7)) < 0.7).at[:, :, 0].set(True)
-    out = masked_attention(q, k, v, mask)
+    mask = np.random.default_rng(3).random((2, 5, 7)) < 0.7
+    mask[:, :, 0] = True
+    out = np.asarray(compiled_attention(q, k, v, mask))
+    q, k, v = map(np.asarray, (q, k, v))
     for n in range(4):
         # Head n alone with key-value head n // 2, computed by the formula with sqrt(8).
         scores = np.where(mask, q[:, :, n] @ k[:, n // 2] / 8**0.5, -np.inf)
@@ -63,12 +68,9 @@ def test_query_without_keys_has_finite_gradient():
 
 
 def test_distant_scores_do_not_overflow():
-    q = jnp.full((1, 1, 1, 1), 1e4)
-    k = jnp.array([[[[-1e4, 1e4]]]])
-    assert (
-        masked_attention(q, k, jnp.array([[[[1.0], [2.0]]]]), jnp.ones((1, 1, 2), bool)).item()
-        == 2.0
-    )
+    q = np.full((1, 1, 1, 1), 1e4, np.float32)
+    k, v = np.float32([[[[-1e4, 1e4]]]]), np.float32([[[[1.0], [2.0]]]])
+    assert compiled_attention(q, k, v, np.ones((1, 1, 2), bool)).item() == 2.0
 
 
 T, WINDOW = 300, 37
@@ -124,11 +126,16 @@ def test_every_packed_kernel_matches_the_formula(way: str, window: int | None) -
 
 def test_the_gpu_kernel_reads_latents_of_576_numbers() -> None:
     latents, q = draw(1, 40, 1, 576), draw(1, 40, 2, 576, seed=1)
-    segments = jnp.asarray([[1] * 25 + [2] * 15])
-    out = gpu_attention(q, latents, latents, Visibility.of_segments(segments), interpret=True)
-    sees = jnp.tril(segments[:, :, None] == segments[:, None])
-    expected = masked_attention(q, latents.transpose(0, 2, 3, 1), latents.swapaxes(1, 2), sees)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+    @jax.jit
+    def run(q: jax.Array, latents: jax.Array) -> tuple[jax.Array, jax.Array]:
+        segments = jnp.asarray([[1] * 25 + [2] * 15])
+        out = gpu_attention(q, latents, latents, Visibility.of_segments(segments), interpret=True)
+        sees = jnp.tril(segments[:, :, None] == segments[:, None])
+        keys, values = latents.transpose(0, 2, 3, 1), latents.swapaxes(1, 2)
+        return out, masked_attention(q, keys, values, sees)
+
+    np.testing.assert_allclose(*run(q, latents), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +202,9 @@ def test_attention_memory_is_linear_in_long_rows() -> None:
 def test_bfloat16_attention_has_float32_softmax():
     # 512 equal keys: in bfloat16 the sum of 512 ones would stop growing at 256 and double the
     # result.
-    ones = jnp.ones((1, 1, 512, 1), jnp.bfloat16)
-    out = masked_attention(
-        jnp.ones((1, 1, 1, 1), jnp.bfloat16), ones.swapaxes(2, 3), ones, jnp.ones((1, 1, 512), bool)
+    ones = np.ones((1, 1, 512, 1), jnp.bfloat16)
+    out = compiled_attention(
+        np.ones((1, 1, 1, 1), jnp.bfloat16), ones.swapaxes(2, 3), ones, np.ones((1, 1, 512), bool)
     )
     assert out.dtype == jnp.bfloat16 and out.item() == 1.0
 

@@ -26,17 +26,18 @@ LENGTH = 2 * CHUNK_TOKENS + 21
 def sampled(length: int = LENGTH, seed: int = 0) -> tuple[Mixed, Filters]:
     rng = np.random.default_rng(seed)
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
 
-    inputs = Mixed(
+    inputs = (
         normal(1, length, K, H),
         normal(1, length, K, H),
         normal(1, length, V, E),
-        -jnp.exp(normal(1, length, V)),
-        jax.nn.sigmoid(normal(1, length, V)),
+        -np.exp(normal(1, length, V)),
+        1 / (1 + np.exp(-normal(1, length, V))),
     )
-    return inputs, Filters(normal(K, H, W), normal(K, H, W), normal(V, E, W))
+    filters = normal(K, H, W), normal(K, H, W), normal(V, E, W)
+    return Mixed(*jax.device_put(inputs)), Filters(*jax.device_put(filters))
 
 
 def recurrence_in_numpy(inputs: Mixed, filters: Filters) -> np.ndarray:
@@ -67,11 +68,11 @@ def recurrence_in_numpy(inputs: Mixed, filters: Filters) -> np.ndarray:
 def empty_state() -> RecurrentState:
     shapes = state_shapes(LinearAttention(W, H, E, K, V, (0,)), 1, jnp.float32)
     # What another sequence has left there.
-    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, 7, leaf.dtype), shapes)
+    return jax.device_put(jax.tree.map(lambda leaf: np.full(leaf.shape, 7, leaf.dtype), shapes))
 
 
 def part_of(inputs: Mixed, start: int, end: int) -> Mixed:
-    return Mixed(*(x[:, start:end] for x in inputs))
+    return Mixed(*jax.device_put([np.asarray(x)[:, start:end] for x in inputs]))
 
 
 @jax.jit
@@ -80,7 +81,9 @@ def run(inputs, filters, starts, counts=None, state=None):
 
 
 def first_of(length: int, *places: int) -> jax.Array:
-    return jnp.zeros((1, length), bool).at[0, jnp.array(places, int)].set(True)
+    is_first = np.zeros((1, length), bool)
+    is_first[0, list(places)] = True
+    return jax.device_put(is_first)
 
 
 def test_chunks_match_the_formula() -> None:
@@ -97,7 +100,7 @@ def test_packed_sequences_do_not_see_each_other() -> None:
     out, _ = run(inputs, filters, first_of(LENGTH, *ends[:-1]))
     for start, end in pairwise(ends):
         alone = recurrence_in_numpy(part_of(inputs, start, end), filters)
-        np.testing.assert_allclose(out[:, start:end], alone, atol=2e-5)
+        np.testing.assert_allclose(np.asarray(out)[:, start:end], alone, atol=2e-5)
 
 
 def test_state_after_padded_parts_and_tokens_continues_the_row() -> None:
@@ -108,12 +111,12 @@ def test_state_after_padded_parts_and_tokens_continues_the_row() -> None:
     for length, count in ((8, 2), (96, 90), (1, 1), (1, 1)):
         starts = first_of(length, *([0] if at == 0 else []))
         part = part_of(inputs, at, at + length)
-        out, state = run(part, filters, starts, jnp.array([count]), state)
-        outs.append(out[:, :count])
+        out, state = run(part, filters, starts, np.int32([count]), state)
+        outs.append(np.asarray(out)[:, :count])
         at += count
-    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), expected[:, :at], atol=2e-5)
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), expected[:, :at], atol=2e-5)
     # A row without tokens keeps its state.
-    _, same = run(part_of(inputs, 0, 8), filters, first_of(8), jnp.array([0]), state)
+    _, same = run(part_of(inputs, 0, 8), filters, first_of(8), np.int32([0]), state)
     jax.tree.map(np.testing.assert_array_equal, same, state)
 
 

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from areal_jax.rl.logprobs import token_logprobs, values_before
 
+compiled_logprobs = jax.jit(token_logprobs, static_argnames=("temperature", "chunk_tokens"))
 B, T, D, V = 3, 10, 8, 13
 SEGMENTS = np.array([[1] * 4 + [2] * 6, [1] * 3 + [2] * 1 + [3] * 4 + [0] * 2, [0] * 10], np.int32)
 
@@ -39,13 +40,13 @@ def by_definition(
     return logp, entropy
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+# One chunk; 3 of 4, 3, 3 columns; 4 with padding; one column each.
 @pytest.mark.parametrize(
-    "chunk_tokens", [1000, 12, 9, 1]
-)  # one chunk; 3 of 4, 3, 3 columns; 4 with padding; one column each
+    ("chunk_tokens", "temperature"), [(1000, 1.0), (1000, 0.6), (12, 0.6), (9, 1.0), (1, 0.6)]
+)
 def test_logprobs_and_entropy_equal_the_definition(chunk_tokens: int, temperature: float) -> None:
     hidden, head, tokens = random_inputs()
-    logp, entropy = jax.jit(token_logprobs, static_argnames=("temperature", "chunk_tokens"))(
+    logp, entropy = compiled_logprobs(
         hidden, head, tokens, SEGMENTS, temperature=temperature, chunk_tokens=chunk_tokens
     )
     expected_logp, expected_entropy = by_definition(hidden, head, tokens, temperature)
@@ -57,9 +58,10 @@ def test_gradient_of_a_tied_head_in_bfloat16_is_summed_in_float32() -> None:
     # XLA on CPU has no product of bfloat16 with float32 sums in the layout of this gradient.
     rng = np.random.default_rng(0)
     hidden, embed = (
-        jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((4, 64, 64), (768, 64))
+        jax.device_put(rng.normal(size=size).astype(np.float32))
+        for size in ((4, 64, 64), (768, 64))
     )
-    tokens = jnp.asarray(rng.integers(0, 768, (4, 64)))
+    tokens = jax.device_put(rng.integers(0, 768, (4, 64)).astype(np.int32))
 
     def total(embed: jax.Array, dtype: type) -> jax.Array:
         ones = jnp.ones_like(tokens)
@@ -126,13 +128,10 @@ def test_packed_sequence_equals_the_sequence_alone() -> None:
 
 def test_softmax_is_float32_for_any_hidden_dtype() -> None:
     hidden, head, tokens = random_inputs(4)
-    rounded = jnp.asarray(hidden, jnp.bfloat16)
-    logp, _ = token_logprobs(
-        rounded, jnp.asarray(head), jnp.asarray(tokens), jnp.asarray(SEGMENTS), chunk_tokens=1000
-    )
-    rounded_head = jnp.asarray(head, jnp.bfloat16)
+    rounded, rounded_head = (x.astype(jnp.bfloat16) for x in (hidden, head))
+    logp, _ = compiled_logprobs(rounded, head, tokens, SEGMENTS, chunk_tokens=1000)
     exact, _ = by_definition(
-        np.asarray(rounded, np.float32), np.asarray(rounded_head, np.float32), tokens, 1.0
+        rounded.astype(np.float32), rounded_head.astype(np.float32), tokens, 1.0
     )
     assert logp.dtype == jnp.float32
     # The product of bfloat16 numbers is exact in float32; logits rounded to bfloat16 would be off

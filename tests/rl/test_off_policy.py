@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,6 +12,9 @@ from areal_jax.rl.off_policy import (
     off_policy_counts,
     sequence_ess,
 )
+
+compiled_counts = jax.jit(off_policy_counts)
+compiled_ess = jax.jit(sequence_ess)
 
 
 def drawn(seed: int, rows: int, spread: float) -> tuple[np.ndarray, ...]:
@@ -28,11 +30,8 @@ def drawn(seed: int, rows: int, spread: float) -> tuple[np.ndarray, ...]:
 
 def counts(*columns: np.ndarray) -> OffPolicyCounts:
     log_weight, mask, age, segments = columns
-    return off_policy_counts(
-        jnp.asarray(log_weight, jnp.float32),
-        jnp.asarray(mask),
-        jnp.asarray(age),
-        jnp.asarray(segments),
+    return compiled_counts(
+        log_weight.astype(np.float32), mask, age.astype(np.int32), segments.astype(np.int32)
     )
 
 
@@ -77,7 +76,10 @@ def test_ages_are_measured_apart() -> None:
 
 def test_micro_batches_add_up_to_the_whole_batch() -> None:
     columns = drawn(2, 8, 0.3)
-    parts = [counts(*(column[start : start + 4] for column in columns)) for start in (0, 4)]
+    parts = [
+        jax.device_get(counts(*(column[start : start + 4] for column in columns)))
+        for start in (0, 4)
+    ]
     together = describe_off_policy(jax.tree.map(lambda *each: sum(each), *parts))
     assert together == pytest.approx(describe_off_policy(counts(*columns)), rel=1e-6)
 
@@ -101,11 +103,11 @@ def test_one_sequence_that_outweighs_all_others_leaves_an_ess_of_one() -> None:
 def test_sequence_ess_and_step_size_equal_vcpos_numbers() -> None:
     log_weight = np.log([[1.0], [2.0], [0.5], [0.1]])
     ones = np.ones_like(log_weight, np.int32)
-    share = float(sequence_ess(counts(log_weight, ones > 0, ones, ones)))
+    share = float(compiled_ess(counts(log_weight, ones > 0, ones, ones)))
     assert (share, share**0.5) == pytest.approx((0.61597, 0.784837), rel=1e-5)
 
 
 def test_a_batch_without_loss_tokens_has_no_metrics() -> None:
     log_weight, mask, age, segments = drawn(5, 2, 0.1)
-    assert float(sequence_ess(counts(log_weight, np.zeros_like(mask), age, segments))) == 1.0
+    assert float(compiled_ess(counts(log_weight, np.zeros_like(mask), age, segments))) == 1.0
     assert describe_off_policy(counts(log_weight, np.zeros_like(mask), age, segments)) == {}
