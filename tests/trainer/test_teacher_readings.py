@@ -108,7 +108,7 @@ def log_softmax_of() -> Callable[[Params, np.ndarray], np.ndarray]:
 
     def of(given: Params, tokens: np.ndarray) -> np.ndarray:
         padded = np.pad(tokens, (0, ROW_TOKENS - len(tokens)))
-        return np.asarray(predict(given, jnp.asarray(padded)))[: len(tokens)]
+        return np.asarray(predict(given, padded))[: len(tokens)]
 
     return of
 
@@ -170,6 +170,7 @@ def test_sampled_distillation_with_a_hint_equals_the_plain_computation() -> None
     assert mean(result, "kl_teacher") > 0
 
 
+@pytest.mark.slow
 def test_other_token_ids_change_nothing() -> None:
     # The same teacher with its tokens in another order, compared as text: nothing differs.
     groups = on_policy(batch(seed=2))
@@ -228,7 +229,10 @@ def test_steps_reduce_the_divergence_and_compile_nothing_after_warm_up() -> None
     assert trainer.num_compilations == compiled
 
 
-@pytest.mark.parametrize("how", [SampledTokens(drift_coef=0.0), TeacherAdvantage()])
+@pytest.mark.parametrize(
+    "how",
+    [SampledTokens(drift_coef=0.0), pytest.param(TeacherAdvantage(), marks=pytest.mark.slow)],
+)
 def test_what_does_not_fit_into_the_teacher_s_rows_is_not_distilled(how: Distillation) -> None:
     groups = on_policy(batch(seed=5))
     config = Teacher(path="", distillation=how, reward_weight=0.0)
