@@ -34,6 +34,13 @@ VARIANTS = (
 """Settings that no mesh axis depends on beyond those of other families: compared on one device
 alone."""
 SHARDED = [name for name in FAMILIES if name not in VARIANTS]
+CACHED = [
+    *SHARDED,
+    *("llama_linear_biased", "qwen3_window", "phi3_partial", "phi3_longrope"),
+    *("deepseek_dense_query", "qwen3_next_dense", "glm4_moe"),
+]
+"""Of the variants only those that change what is cached: others scale the positions of RoPE, tie
+matrices, or have other MLPs, where a token is computed by itself."""
 EXPERTS = [name for name in FAMILIES if hf.read_config(FIXTURES / name).moe is not None]
 
 
@@ -61,11 +68,14 @@ def test_packed_logits_loss_and_gradient_match_transformers(family: str) -> None
     policy, params, expected, tokens = original(family)
     rows, length = tokens.shape
     # Both rows packed into one, with padding.
-    segments = jnp.concatenate([jnp.repeat(jnp.arange(1, rows + 1), length), jnp.zeros(4, int)])[
-        None
-    ]
-    positions = jnp.concatenate([jnp.tile(jnp.arange(length), rows), jnp.zeros(4, int)])[None]
-    packed = jnp.concatenate([tokens.ravel(), jnp.zeros(4, tokens.dtype)])[None]
+    segments = np.pad(np.repeat(np.arange(1, rows + 1), length), (0, 4))
+    positions = np.pad(np.tile(np.arange(length), rows), (0, 4))
+    packed, positions, segments = jax.device_put(
+        [
+            each[None].astype(np.int32)
+            for each in (np.pad(np.asarray(tokens).ravel(), (0, 4)), positions, segments)
+        ]
+    )
     hidden = partial(policy.hidden, attend=packed_attention(segments), compute_dtype=jnp.float32)
     assert_matches(
         Original(policy, params, expected, tokens),
@@ -90,9 +100,9 @@ def test_sharded_logits_loss_and_gradient_match_transformers(family: str, expert
     mesh = make_train_mesh(placement, jax.devices())
     assert mesh.size == 8
     placed = shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES)
-    rows = jnp.tile(tokens, (2, 1))
-    segments = jnp.ones_like(rows)
-    positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+    rows = np.tile(tokens, (2, 1))
+    positions = np.broadcast_to(np.arange(rows.shape[1], dtype=np.int32), rows.shape)
+    rows, segments, positions = jax.device_put((rows, np.ones_like(rows), positions))
     attend = sharded_attention(segments, "dense", mesh, TRAIN_RULES)
     assert_matches(
         # NumPy arrays are cut and placed without programs of their own for every shape.
@@ -107,6 +117,12 @@ def test_sharded_logits_loss_and_gradient_match_transformers(family: str, expert
             counted=jnp.arange(4)[:, None] + 0 * rows < 2,
         ),
     )
+
+
+def log_softmax(logits: jax.Array | np.ndarray) -> np.ndarray:
+    exact = np.asarray(logits, np.float64)
+    exact -= exact.max(axis=-1, keepdims=True)
+    return exact - np.log(np.exp(exact).sum(axis=-1, keepdims=True))
 
 
 def assert_matches(
@@ -131,9 +147,7 @@ def assert_matches(
     (loss, (logits, balance)), gradient = loss_of(params)
     assert expected["logits"].std() > 0.5  # not a policy that says nothing
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
-    np.testing.assert_allclose(
-        jax.nn.log_softmax(logits), jax.nn.log_softmax(expected["logits"]), atol=1e-4
-    )
+    np.testing.assert_allclose(log_softmax(logits), log_softmax(expected["logits"]), atol=1e-4)
     np.testing.assert_allclose(loss, expected["loss"], atol=1e-4)
     # transformers has none for DeepSeek-V3.
     if policy.config.moe is None or policy.config.moe.groups is None:
@@ -151,7 +165,7 @@ def assert_matches(
     assert compared == {key for key in expected if key.startswith(("rows", "columns"))}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CACHED)
 @pytest.mark.slow
 def test_cached_logits_match_transformers(family: str) -> None:
     policy, params, expected, tokens = original(family)

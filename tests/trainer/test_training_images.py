@@ -146,17 +146,22 @@ def step_of(trainer: SupervisedTrainer) -> list[float]:
     return [each[0] / each[1] if isinstance(each, tuple) else each for each in found]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+ALL_AXES: tuple[int, dict[str, int]] = 8, {"fsdp": 2, "tensor": 2, "context": 2}
+
+
+# Both families on all axes, and each axis by itself.
 @pytest.mark.parametrize(
-    ("devices", "axes"),
+    ("family", "devices", "axes"),
     [
-        (8, {"fsdp": 2, "tensor": 2, "context": 2}),
-        (2, {"fsdp": 1}),
-        *((2, {"fsdp": 1, axis: 2}) for axis in ("fsdp", "tensor", "context")),
+        *((family, *ALL_AXES) for family in FAMILIES),
+        (FAMILIES[0], 2, {"fsdp": 1}),
+        (FAMILIES[1], 2, {"fsdp": 2}),
+        (FAMILIES[1], 2, {"fsdp": 1, "tensor": 2}),
+        (FAMILIES[0], 2, {"fsdp": 1, "context": 2}),
     ],
-    ids=["all", "data", "fsdp", "tensor", "context"],
+    ids=[*(f"{family}-all" for family in FAMILIES), "data", "fsdp", "tensor", "context"],
 )
-def test_devices_train_like_one(devices: int, axes: dict[str, int], family: str) -> None:
+def test_devices_train_like_one(family: str, devices: int, axes: dict[str, int]) -> None:
     found = step_of(make_trainer(family=family, devices=devices, axes=axes))
     np.testing.assert_allclose(found, on_one_device_alone(family), rtol=1e-4)
 
