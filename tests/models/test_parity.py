@@ -86,8 +86,9 @@ def test_packed_logits_loss_and_gradient_match_transformers(family: str) -> None
 @pytest.mark.parametrize(
     ("family", "expert"),
     [
-        *((family, 1) for family in SHARDED),
-        *((family, 2) for family in SHARDED if family in EXPERTS),
+        # Linear attention with experts has the longest programs: each family on one mesh.
+        *((family, 1) for family in SHARDED if family != "qwen3_5_moe"),
+        *((family, 2) for family in SHARDED if family in EXPERTS and family != "qwen3_next"),
     ],
 )
 @pytest.mark.slow
