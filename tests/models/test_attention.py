@@ -69,7 +69,7 @@ def test_query_without_keys_has_finite_gradient():
 
 def test_distant_scores_do_not_overflow():
     q = np.full((1, 1, 1, 1), 1e4, np.float32)
-    k, v = np.float32([[[[-1e4, 1e4]]]]), np.float32([[[[1.0], [2.0]]]])
+    k, v = np.array([[[[-1e4, 1e4]]]], np.float32), np.array([[[[1.0], [2.0]]]], np.float32)
     assert compiled_attention(q, k, v, np.ones((1, 1, 2), bool)).item() == 2.0
 
 

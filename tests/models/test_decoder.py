@@ -285,7 +285,7 @@ def test_positions_above_256_differ_in_bfloat16():
     # bfloat16 would round 257 to 256, so that both rows would be equal.
     policy = tiny_policy()
     params = random_params(policy)
-    rows = [np.int32([[0, position]]) for position in (256, 257)]
+    rows = [np.array([[0, position]], np.int32) for position in (256, 257)]
     tokens, segments = np.asarray(TOKENS)[:1, :2], np.ones((1, 2), np.int32)
     near, far = (
         np.asarray(forward(policy, params, tokens, row, segments, compute_dtype=jnp.bfloat16))

@@ -111,12 +111,12 @@ def test_state_after_padded_parts_and_tokens_continues_the_row() -> None:
     for length, count in ((8, 2), (96, 90), (1, 1), (1, 1)):
         starts = first_of(length, *([0] if at == 0 else []))
         part = part_of(inputs, at, at + length)
-        out, state = run(part, filters, starts, np.int32([count]), state)
+        out, state = run(part, filters, starts, np.array([count], np.int32), state)
         outs.append(np.asarray(out)[:, :count])
         at += count
     np.testing.assert_allclose(np.concatenate(outs, axis=1), expected[:, :at], atol=2e-5)
     # A row without tokens keeps its state.
-    _, same = run(part_of(inputs, 0, 8), filters, first_of(8), np.int32([0]), state)
+    _, same = run(part_of(inputs, 0, 8), filters, first_of(8), np.array([0], np.int32), state)
     jax.tree.map(np.testing.assert_array_equal, same, state)
 
 

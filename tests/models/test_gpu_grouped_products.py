@@ -25,7 +25,7 @@ def draw(*shape: int, seed: int) -> jax.Array:
 
 @pytest.mark.parametrize(("block", "outputs"), [(16, 96), (64, 5), (128, 96)])
 def test_products_and_gradients_match_loops_over_rows(block: int, outputs: int):
-    sizes = np.int32(BLOCKS_OF_GROUPS) * np.int32(block)
+    sizes = np.array(BLOCKS_OF_GROUPS, np.int32) * np.int32(block)
     # Two blocks of rows after all groups.
     num_rows = (sum(BLOCKS_OF_GROUPS) + 2) * block
     groups = np.repeat(np.arange(len(sizes)), sizes)
@@ -52,7 +52,7 @@ def test_products_and_gradients_match_loops_over_rows(block: int, outputs: int):
 
 
 def test_matrices_of_8_bits_are_converted_exactly():
-    sizes = jax.device_put(np.int32([16, 32]))
+    sizes = jax.device_put(np.array([16, 32], np.int32))
     x = np.asarray(draw(48, INPUTS, seed=0)).astype(jnp.bfloat16)
     rng = np.random.default_rng(3)
     w = rng.integers(-127, 128, (2, INPUTS, 96), dtype=np.int8)

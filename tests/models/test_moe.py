@@ -83,7 +83,7 @@ def test_no_token_is_dropped_under_extreme_imbalance():
         GATE,
         UP,
         DOWN,
-        chosen=jax.device_put(np.broadcast_to(np.int32([2, 0]), CHOSEN.shape)),
+        chosen=jax.device_put(np.broadcast_to(np.array([2, 0], np.int32), CHOSEN.shape)),
     )
 
 
@@ -180,7 +180,7 @@ def test_routing_counts_all_layers_without_padding(unroll):
     policy = tiny_policy("Qwen3MoeForCausalLM")
     params = random_params(policy)
     tokens = np.random.default_rng(1).integers(0, 40, (2, 5)).astype(np.int32)
-    segments = np.int32([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+    segments = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]], np.int32)
     positions = np.broadcast_to(np.arange(5, dtype=np.int32), tokens.shape)
 
     @jax.jit
@@ -248,7 +248,7 @@ def test_block_products_match_ragged_dot(dtype):
         np.where(is_of_a_group, draw(16, D, seed=0), 0).astype(dtype),
         np.asarray(draw(16, F, seed=1)).astype(dtype),
         np.asarray(draw(3, D, F, seed=2)).astype(dtype),
-        np.int32([4, 0, 8]),
+        np.array([4, 0, 8], np.int32),
     )
 
     @jax.jit

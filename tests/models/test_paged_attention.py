@@ -58,7 +58,7 @@ def pages(dtype: str = "float32") -> Pages:
         None if dtype == "float32" else jnp.ones(shape[:-1]),
     )
     empty = Pages(waste, waste, scales, scales)
-    lengths, first = np.int32(LENGTHS), np.minimum(np.int32(LENGTHS), 33)
+    lengths, first = np.array(LENGTHS, np.int32), np.minimum(np.array(LENGTHS, np.int32), 33)
     begun = write_pages(empty, KEYS, VALUES, TABLE, jnp.zeros(B, jnp.int32), jnp.asarray(first))
     k, v = (
         jnp.stack([jnp.roll(row, -int(n), 0) for row, n in zip(x, first, strict=True)])

@@ -83,7 +83,7 @@ def test_products_and_gradients_are_those_of_whole_matrices(
     )
 
     @jax.jit
-    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, ...]:
+    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[Any, ...]:
         y, pull = jax.vjp(lambda x, w: sharded_product(x, w, shards), x, w)
         return y, *pull(dy)
 
@@ -105,7 +105,7 @@ def test_lookups_and_gradients_are_those_of_a_whole_embedding(
     tokens = sample_tokens()
 
     @jax.jit
-    def run(embed: jax.Array, dx: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(embed: jax.Array, dx: jax.Array) -> tuple[Any, Any]:
         x, pull = jax.vjp(lambda w: sharded_lookup(w, tokens, jnp.float32, shards), embed)
         return x, pull(dx)[0]
 

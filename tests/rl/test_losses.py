@@ -234,7 +234,7 @@ def test_values_outside_the_mask_change_nothing(where: str, poison: float) -> No
 def test_masked_token_may_overflow() -> None:
     # proximal/behave = e^110 is above any cap; theta/proximal = e^190 is inf in float32, and 0 *
     # inf would be nan.
-    logp, proximal, behave = (np.float32([x, -1.0]) for x in (-10.0, -200.0, -310.0))
+    logp, proximal, behave = (np.array([x, -1.0], np.float32) for x in (-10.0, -200.0, -310.0))
     config, ones = Reinforce(importance_weighting=Masked(cap=2.0)), np.ones(2, np.float32)
     loss, slope = jax.jit(
         jax.value_and_grad(
