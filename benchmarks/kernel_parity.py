@@ -75,18 +75,18 @@ def compare(name: str, kernel: str, compute: Callable[[], Any], expected: Any) -
     return Case(name, kernel, max(errors))
 
 
-def packed(platform: str, dtype: jnp.dtype) -> Iterator[Case]:
+def packed(platform: str, dtype: jnp.dtype, num_tokens: int = NUM_TOKENS) -> Iterator[Case]:
     """Attention of packed rows: values and gradients."""
     rng = np.random.default_rng(0)
-    segments = np.repeat([1, 2, 3, 0], NUM_TOKENS // 4)[None].astype(np.int32)
-    kernel = choose_kernel(platform, NUM_TOKENS)
+    segments = np.repeat([1, 2, 3, 0], num_tokens // 4)[None].astype(np.int32)
+    kernel = choose_kernel(platform, num_tokens)
     # A prefix of half of the row, which four branches share.
-    places = np.arange(NUM_TOKENS, dtype=np.int32)
-    branch = NUM_TOKENS // 8
-    is_prefix = places < NUM_TOKENS // 2
+    places = np.arange(num_tokens, dtype=np.int32)
+    branch = num_tokens // 8
+    is_prefix = places < num_tokens // 2
     tree = Visibility(
-        jnp.asarray(np.where(is_prefix, NUM_TOKENS, (places // branch + 1) * branch)[None]),
-        jnp.asarray(np.where(is_prefix, places, NUM_TOKENS // 2 + places % branch)[None]),
+        jnp.asarray(np.where(is_prefix, num_tokens, (places // branch + 1) * branch)[None]),
+        jnp.asarray(np.where(is_prefix, places, num_tokens // 2 + places % branch)[None]),
     )
     for head_dim, window, has_sinks, shared in (
         *((64, None, False, None), (128, None, False, None), (128, 256, False, None)),
@@ -95,7 +95,7 @@ def packed(platform: str, dtype: jnp.dtype) -> Iterator[Case]:
     ):
         sinks = rng.normal(size=8).astype(np.float32) if has_sinks else None
         q, k, v = (
-            rng.normal(size=(1, NUM_TOKENS, heads, head_dim)).astype(dtype) for heads in (8, 2, 2)
+            rng.normal(size=(1, num_tokens, heads, head_dim)).astype(dtype) for heads in (8, 2, 2)
         )
         weight = rng.normal(size=q.shape).astype(np.float32)
 
@@ -134,6 +134,14 @@ def paged(platform: str, dtype: jnp.dtype) -> Iterator[Case]:
     lengths = jnp.asarray([1, 70, 300, PAGES_PER_ROW * PAGE_TOKENS], jnp.int32)
     num_pages = len(lengths) * PAGES_PER_ROW
     table = jnp.asarray(rng.permutation(num_pages).reshape(len(lengths), -1), jnp.int32)
+
+    @jax.jit
+    def formula(q: Array, pages: Pages, table: Array, lengths: Array) -> Array:
+        k, v = read_pages(pages, table, jnp.float32, q.shape[-1])  # [K, B, S, H]
+        mask = jnp.arange(k.shape[2]) < lengths[:, None, None]
+        return masked_attention(q[:, None], k.transpose(1, 0, 3, 2), v.swapaxes(0, 1), mask)[:, 0]
+
+    plain = jax.jit(attend_to_pages)
     for head_dim in (64, 80, 96, 128):
         q = jnp.asarray(rng.normal(size=(len(lengths), 8, head_dim)), dtype)
         exact_keys, exact_values = (
@@ -153,24 +161,19 @@ def paged(platform: str, dtype: jnp.dtype) -> Iterator[Case]:
             )
             pages = Pages(keys, values, key_scales, value_scales)
             with jax.default_device(jax.devices("cpu")[0]):
-                on_host = Pages(*(x if x is None else jnp.asarray(np.asarray(x)) for x in pages))
-                k, v = read_pages(
-                    on_host, jnp.asarray(np.asarray(table)), jnp.float32, head_dim
-                )  # [K, B, S, H]
-                mask = jnp.arange(k.shape[2]) < np.asarray(lengths)[:, None, None]
-                expected = masked_attention(
-                    jnp.asarray(np.asarray(q, np.float32)[:, None]),
-                    k.transpose(1, 0, 3, 2),
-                    v.swapaxes(0, 1),
-                    mask,
-                )[:, 0]
+                expected = formula(
+                    np.asarray(q, np.float32),
+                    Pages(*(x if x is None else np.asarray(x) for x in pages)),
+                    np.asarray(table),
+                    np.asarray(lengths),
+                )
             match kernel:
                 case "gpu":
                     compute = partial(gpu_paged_attention, q, *pages, table, lengths)
                 case "tpu":
                     compute = partial(tpu_paged_attention, q, *pages, table, lengths)
                 case "plain":
-                    compute = partial(attend_to_pages, q[:, None], pages, table, lengths - 1)
+                    compute = partial(plain, q[:, None], pages, table, lengths - 1)
                     expected = expected[:, None]
             yield compare(
                 f"paged attention, head {head_dim}, KV {kv_dtype.name}", kernel, compute, expected

@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from areal_jax.models import rope
@@ -425,14 +426,14 @@ class ModelConfig:
             return tuple(range(self.num_hidden_layers))
         return self.dense_layers if path[1] in _DENSE_MLP else self.moe_layers
 
-    @property
+    @cached_property
     def dense_layers(self) -> tuple[int, ...]:
         """Numbers of the layers without experts."""
         if self.moe is None:
             return tuple(range(self.num_hidden_layers))
         return self.moe.dense_layers
 
-    @property
+    @cached_property
     def moe_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with experts."""
         return tuple(i for i in range(self.num_hidden_layers) if i not in self.dense_layers)
@@ -442,7 +443,7 @@ class ModelConfig:
         """Numbers of the layers with linear attention."""
         return () if self.linear is None else self.linear.layers
 
-    @property
+    @cached_property
     def attention_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with attention to keys and values."""
         return tuple(i for i in range(self.num_hidden_layers) if i not in self.linear_layers)

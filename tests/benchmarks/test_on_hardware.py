@@ -13,7 +13,7 @@ import pytest
 def test_kernels_of_this_machine_agree_with_the_formula() -> None:
     dtype = jnp.dtype(jnp.float32)
     cases = [
-        *kernel_parity.packed("cpu", dtype),
+        *kernel_parity.packed("cpu", dtype, 640),
         *kernel_parity.paged("cpu", dtype),
         *kernel_parity.logprobs(dtype),
     ]
