@@ -164,6 +164,7 @@ def test_killed_evaluation_is_resumed(
     assert (tmp_path / "results.json").read_bytes() == (embedded / "results.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_other_settings_and_other_tasks_are_refused_by_name(
     embedded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -455,6 +456,7 @@ def test_the_commands_in_readme_and_experiments_are_accepted(
         assert main([*arguments, "--help"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_embedded_policy_answers_are_readable(embedded: Path) -> None:
     tokenizer = HFTokenizer.from_folder(EMBEDDED)
     assert all(
