@@ -248,7 +248,7 @@ class Dispatch:
 
     def advance(
         self,
-        row: Int32[Array, ""] | int,
+        row: Int32[Array, ""],
         carry: Step,
         chosen: tuple[Int32[Array, "S"], Float32[Array, "S"], Float32[Array, "S V"]],
         samples: Bool[Array, "S"],
@@ -258,17 +258,15 @@ class Dispatch:
         sampled, logp, logits = chosen
         if self._in_prompt is not None:
             token_counts = token_counts.at[jnp.arange(len(sampled)), sampled].add(samples)
-            likely, likely_logp = sampling.most_likely(
-                logits, self._temperature, self._num_top_logprobs
-            )
+            likely, likely_logp = self.most_likely(logits)
             top_logprobs = (
-                top_logprobs[0].at[row].set(likely.T),
-                top_logprobs[1].at[row].set(likely_logp.T),
+                top_logprobs[0].at[row].set(likely),
+                top_logprobs[1].at[row].set(likely_logp),
             )
         # A slot that has ended or waits is fed its last token again, and samples nothing.
         token = jnp.where(samples, sampled, token)
         remaining = remaining - samples
-        stopped = (token[:, None] == self._stop_tokens).any(-1)
+        stopped = self.is_stop(token)
         continues = active & ~stopped & (remaining > 0)
         return Step(
             carry.cache,
@@ -282,6 +280,17 @@ class Dispatch:
             top_logprobs,
             carry.experts,
         )
+
+    def most_likely(
+        self, logits: Float32[Array, "S V"]
+    ) -> tuple[Int32[Array, "A S"], Float32[Array, "A S"]]:
+        """Return the most likely tokens and their log-probs, given processed logits."""
+        tokens, logp = sampling.most_likely(logits, self._temperature, self._num_top_logprobs)
+        return tokens.T, logp.T
+
+    def is_stop(self, tokens: Int32[Array, "... S"]) -> Bool[Array, "... S"]:
+        """Return whether tokens are stop tokens of their slots."""
+        return (tokens[..., None] == self._stop_tokens).any(-1)
 
     def _attention(self, i: Int32[Array, ""], active: Bool[Array, "S"]) -> Attend:
         """Return the attention of step `i` to the view or to the pages."""

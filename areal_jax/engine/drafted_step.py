@@ -165,33 +165,47 @@ class _DraftedSteps:
             ahead: Tokens that the dispatch has sampled before each.
             counts: Most tokens that each slot samples.
         """
-        dispatch, width = self._dispatch, self._num_fed
+        dispatch = self._dispatch
+        places = jnp.arange(self._num_fed, dtype=jnp.int32)[:, None]
         # -1 is never sampled: nothing is accepted after the last draft.
-        proposed = jnp.pad(proposed, ((0, 0), (0, 1)), constant_values=-1)
+        drafts = jnp.pad(proposed, ((0, 0), (0, 1)), constant_values=-1).T
+        # Each as if all drafts before it were accepted; those after another one are dropped.
+        token_counts, top_logprobs = carry.token_counts, carry.top_logprobs
+        if token_counts.shape[1] == 0:
+            chosen, logp, _ = jax.vmap(dispatch.choose, (1, 1, None))(ahead, logits, token_counts)
+        else:
+            slots = jnp.arange(len(counts))
 
-        block = carry._replace(
+            def choose(before: Array, each: tuple[Array, ...]) -> tuple[Array, Any]:
+                ahead, logits, draft = each
+                token, logp, processed = dispatch.choose(ahead, logits, before)
+                after = before.at[slots, draft].add(1)
+                return after, (token, logp, dispatch.most_likely(processed))
+
+            _, (chosen, logp, top_logprobs) = jax.lax.scan(
+                choose, token_counts, (ahead.T, logits.swapaxes(0, 1), drafts)
+            )
+        is_accepted = (chosen == drafts) & ~dispatch.is_stop(chosen) & (places + 1 < counts)
+        num_sampled = jnp.where(is_accepted, self._num_fed, places + 1).min(0)
+        num_sampled = jnp.where(counts > 0, num_sampled, 0)
+        is_sampled = places < num_sampled
+        if token_counts.shape[1] > 0:
+            token_counts = token_counts.at[jnp.arange(len(counts)), chosen].add(is_sampled)
+        last = jnp.where(places + 1 == num_sampled, chosen, 0).sum(0)
+        token = jnp.where(num_sampled > 0, last, carry.token)
+        stopped, remaining = dispatch.is_stop(token), carry.remaining - num_sampled
+        return carry._replace(
             cache=None,
-            tokens=jnp.full_like(carry.tokens[:width], -1),
-            logp=jnp.zeros_like(carry.logp[:width]),
-            top_logprobs=jax.tree.map(lambda x: jnp.zeros_like(x[:width]), carry.top_logprobs),
+            token=token,
+            active=carry.active & ~stopped & (remaining > 0),
+            remaining=remaining,
+            stopped=stopped,
+            tokens=jnp.where(is_sampled, chosen, -1),
+            logp=jnp.where(is_sampled, logp, 0),
+            token_counts=token_counts,
+            top_logprobs=top_logprobs,
             experts=None,
         )
-        samples = counts > 0
-        # All at once, unless penalties depend on the drafts before.
-        chosen = None
-        if carry.token_counts.shape[1] == 0:
-            choose = jax.vmap(dispatch.choose, (1, 1, None))
-            chosen = choose(ahead, logits, carry.token_counts)
-        for j in range(width):
-            each = (
-                dispatch.choose(ahead[:, j], logits[:, j], block.token_counts)
-                if chosen is None
-                else (chosen[0][j], chosen[1][j], chosen[2][j])
-            )
-            block = dispatch.advance(j, block, each, samples)
-            is_accepted = block.active & (block.token == proposed[:, j]) & (j + 1 < counts)
-            samples = samples & is_accepted
-        return block
 
     def _match(self, state: DraftState, positions: Int32[Array, "S"]) -> Int32[Array, "S N"]:
         """Return the drafts of earlier n-grams, on each device those of its own slots."""
