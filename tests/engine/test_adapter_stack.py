@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -13,14 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_decode import CONFIG, POLICY, answer, laid_out, params_of, request, same_samples, whole
+from tiny_decode import (
+    CONFIG,
+    POLICY,
+    answer,
+    laid_out,
+    params_of,
+    request,
+    same_samples,
+    trainer_logp,
+)
 from tiny_decode import engine as plain_engine
 
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.drafts import DraftPolicy
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models import lora
-from areal_jax.models.attention import packed_attention
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import Completion, Request, Weights
@@ -43,17 +51,20 @@ def adapter_of(shape: LoRA, seed: int) -> Params:
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 4, leaves)
 
 
+@lru_cache
+def padding() -> Callable[[Params], Any]:
+    own = jax.tree.map(lambda leaf: np.zeros(leaf.shape[1:], leaf.dtype), engine().shapes.adapters)
+    return jax.jit(lambda adapter: lora.pad(engine().layout(adapter), own))
+
+
 def stacked(adapters: Mapping[int, tuple[int, int]]) -> Any:
     """Weights with adapters, given as shape and seed by place."""
     shapes = engine().shapes
     stack = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.adapters)
     scales = np.zeros(NUM_ADAPTERS, np.float32)
-    own = jax.tree.map(lambda leaf: leaf[0], stack)
     for place, (shape, seed) in adapters.items():
-        adapter = engine().layout(adapter_of(SHAPES[shape], seed))
-        for leaf, one in zip(
-            jax.tree.leaves(stack), jax.tree.leaves(lora.pad(adapter, own)), strict=True
-        ):
+        padded = padding()(adapter_of(SHAPES[shape], seed))
+        for leaf, one in zip(jax.tree.leaves(stack), jax.tree.leaves(padded), strict=True):
             leaf[place] = one
         scales[place] = SHAPES[shape].scale
     return lora.attach_stack(laid_out(plain_engine(), 0), stack, scales)
@@ -82,30 +93,21 @@ def test_adapters_in_one_batch_get_what_each_gets_alone() -> None:
         assert bits(found) == bits(expected)
     assert [s.tokens.tolist() for s in together[2]] == [s.tokens.tolist() for s in alone[2][0]]
     # As the trainer computes it, with the adapter merged.
-    merged = jax.tree.map(
-        jnp.asarray,
-        lora.merge(Policy(POLICY.config, SHAPES[0]), params_of(0), adapter_of(SHAPES[0], 1)),
+    own, adapter = Policy(POLICY.config, SHAPES[0]), adapter_of(SHAPES[0], 1)
+    expected = trainer_logp(
+        (5, 9, 33, 2, 17),
+        together[0][0],
+        0,
+        change=lambda params: lora.merge(own, params, adapter),
     )
-    tokens = whole((5, 9, 33, 2, 17), together[0][0])
-    hidden, _, _ = POLICY.hidden(
-        merged,
-        jnp.asarray(tokens)[None],
-        jnp.arange(len(tokens))[None],
-        packed_attention(jnp.ones((1, len(tokens)), jnp.int32)),
-        compute_dtype=jnp.float32,
-    )
-    logits = np.asarray(hidden[0] @ POLICY.head(merged), np.float64)
-    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    expected = logp[np.arange(4, len(tokens) - 1), tokens[5:]]
     np.testing.assert_allclose(together[0][0].logp, expected, atol=1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft_policy", ["", "base"])
-def test_drafts_leave_the_samples_of_every_adapter(draft_policy: str) -> None:
+def test_drafts_leave_the_samples_of_every_adapter() -> None:
     both = Pinned(Weights(0, stacked({0: (0, 1), 2: (1, 2)})))
     requests = asked("a", 0), asked("b", 2), asked("base", 1)
-    config = chz.replace(CONFIG, draft_tokens=2, draft_policy=draft_policy)
+    config = chz.replace(CONFIG, draft_tokens=2, draft_policy="base")
     base = DraftPolicy(POLICY, lambda placed: jax.device_put(params_of(0), placed))
     drafted = DecodeEngine(
         BUCKET,
@@ -113,7 +115,7 @@ def test_drafts_leave_the_samples_of_every_adapter(draft_policy: str) -> None:
         config,
         jnp.float32,
         num_adapters=NUM_ADAPTERS,
-        draft=base if draft_policy else None,
+        draft=base,
     )
     for found, expected in zip(
         answer(drafted, both, *requests), answer(engine(), both, *requests), strict=True

@@ -10,11 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_decode import LATENT_ATTENTION, request, with_engine_loop
+from tiny_decode import LATENT_ATTENTION, request, with_engine_loop, with_setting
 
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.engine.decode_state import EngineParams, pack_experts, unpack_experts
+from areal_jax.engine.decode_state import (
+    EngineParams,
+    lay_out_params,
+    pack_experts,
+    unpack_experts,
+)
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
@@ -71,18 +76,33 @@ PROMPT = (5, 9, 33, 2, 17, 40, 41, 42, 7)
 def params_of(seed: int, policy: Policy = POLICY) -> Params:
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda leaf: jnp.asarray(
+        lambda leaf: np.asarray(
             3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
         ),
         policy.abstract(),
     )
 
 
-@cache
 def engine_of(config: EngineConfig, tensor: int, policy: Policy = POLICY) -> DecodeEngine:
+    """One for all settings that its programs do not depend on."""
+    of_loop = "on_update", "replayed_experts"
+    compiled = chz.replace(config, **{name: getattr(CONFIG, name) for name in of_loop})
+    settings = {name: getattr(config, name) for name in of_loop}
+    return with_setting(_engine_of(compiled, tensor, policy), **settings)
+
+
+@cache
+def _engine_of(config: EngineConfig, tensor: int, policy: Policy) -> DecodeEngine:
     placement = PlacementConfig(rollout_devices=tensor**2, train_devices=1, rollout_tensor=tensor)
     mesh = make_meshes(placement, jax.devices()[: tensor**2 + 1]).rollout
     return DecodeEngine(policy, mesh, config, np.float32, "plain" if tensor > 1 else None)
+
+
+@cache
+def layers_of(seed: int, policy: Policy) -> EngineParams:
+    """Parameters in the layout of every engine of the policy."""
+    lay_out = jax.jit(lay_out_params, static_argnames=("policy", "compute_dtype"))
+    return lay_out(policy, params_of(seed, policy), np.float32)
 
 
 class Updates:
@@ -93,8 +113,8 @@ class Updates:
         self.weights = [(look, self._laid_out(engine, seed)) for look, seed in seeds]
 
     def _laid_out(self, engine: DecodeEngine, seed: int) -> EngineParams:
-        params = params_of(seed, engine.policy)
-        return jax.device_put(engine.layout(params), engine.param_shardings)
+        params = layers_of(seed, engine.policy)
+        return jax.device_put(params, engine.param_shardings)
 
     def newest(self, after: int) -> Weights | None:
         look, self.looks = self.looks, self.looks + 1

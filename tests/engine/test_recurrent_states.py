@@ -13,6 +13,7 @@ from tiny_decode import request, with_engine_loop
 
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.decode_state import EngineParams
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.kv_cache.manager import KVCacheManager
 from areal_jax.engine.kv_cache.pages import PageTable
@@ -69,9 +70,13 @@ PROMPT = tuple(np.random.default_rng(1).integers(0, 64, 45).tolist())
 @cache
 def params() -> Params:
     rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype),
-        POLICY.abstract(),
+    return jax.device_put(
+        jax.tree.map(
+            lambda leaf: np.asarray(
+                rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
+            ),
+            POLICY.abstract(),
+        )
     )
 
 
@@ -86,11 +91,16 @@ def test_drafts_are_refused() -> None:
         DecodeEngine(POLICY, engine().mesh, chz.replace(CONFIG, draft_tokens=2), jnp.float32)
 
 
+@cache
+def laid_out() -> EngineParams:
+    return jax.jit(engine().layout)(params())
+
+
 class Updates:
     """Equal weights under a new version before every n-th dispatch."""
 
     def __init__(self, period: int):
-        self.weights, self.period, self.looks = engine().layout(params()), period, -1
+        self.weights, self.period, self.looks = laid_out(), period, -1
 
     def newest(self, after: int) -> Weights | None:
         self.looks += 1

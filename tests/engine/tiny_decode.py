@@ -45,11 +45,13 @@ POLICY = Policy(TINY_ARCHITECTURE)
 def params_of(seed: int) -> Params:
     """Random parameters, large enough that what attention reads decides what is sampled."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(
-            3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
-        ),
-        POLICY.abstract(),
+    return jax.device_put(
+        jax.tree.map(
+            lambda leaf: np.asarray(
+                3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
+            ),
+            POLICY.abstract(),
+        )
     )
 
 
@@ -74,7 +76,12 @@ def with_setting(base: DecodeEngine, **settings: Any) -> DecodeEngine:
 
 @lru_cache
 def laid_out(engine: DecodeEngine, seed: int) -> EngineParams:
-    return jax.jit(engine.layout, out_shardings=engine.param_shardings)(params_of(seed))
+    return _layout_of(engine)(params_of(seed))
+
+
+@lru_cache
+def _layout_of(engine: DecodeEngine) -> Callable[[Params], EngineParams]:
+    return jax.jit(engine.layout, out_shardings=engine.param_shardings)
 
 
 class Shelf:
@@ -208,7 +215,10 @@ def trainer_logp(
         (1, next(length for length in (64, 256, 1024) if len(tokens) <= length)), np.int32
     )
     padded[0, : len(tokens)] = tokens
-    params = change(jax.tree.map(lambda leaf: sign * leaf, params_of(seed)))
+    params = params_of(seed)
+    if sign != 1:
+        params = jax.tree.map(lambda leaf: sign * np.asarray(leaf), params)
+    params = change(params)
     return np.asarray(_logprobs(params, padded, jnp.float32(temperature), compute_dtype))[
         0, len(prompt) : len(tokens)
     ]
