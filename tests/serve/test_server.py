@@ -30,7 +30,7 @@ CONFIG = ServeConfig(
     engine=EngineConfig(
         num_slots=8,
         max_prompt_tokens=64,
-        max_new_tokens=448,
+        max_new_tokens=320,
         steps_per_dispatch=4,
         prefill_chunk_tokens=64,
     ),
@@ -292,8 +292,8 @@ def test_disconnected_client_frees_its_slots(server: Server, client: openai.Open
                 "messages": ASKED,
                 "n": 16,
                 "stream": streams,
-                "min_tokens": 448,
-                "max_tokens": 448,
+                "min_tokens": 320,
+                "max_tokens": 320,
             }
         ).encode()
         host, port = server.url.removeprefix("http://").split(":")
@@ -450,7 +450,7 @@ def test_models_are_named(client: openai.OpenAI):
     ("how", "words"),
     [
         ({"messages": [{"role": "user", "content": "1+" * 200}]}, "engine.max_prompt_tokens=64"),
-        ({"max_tokens": 449}, "engine.max_new_tokens=448"),
+        ({"max_tokens": 321}, "engine.max_new_tokens=320"),
         ({"n": 17}, "limits.max_samples=16"),
         ({"temperature": 3.0}, "less than or equal to 2, found 3"),
         (

@@ -175,8 +175,14 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for file in EMBEDDED.iterdir():
         shutil.copy(file, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    # With one length of the view, each sampling mode is compiled once with masks and once without.
     engine = EngineConfig(
-        num_slots=4, max_prompt_tokens=352, max_new_tokens=128, steps_per_dispatch=4
+        num_slots=4,
+        max_prompt_tokens=352,
+        max_new_tokens=128,
+        steps_per_dispatch=4,
+        prefill_chunk_tokens=64,
+        batch_invariant="full",
     )
     config = ServeConfig(model=str(folder), served_name="m", engine=engine, devices=1)
     started, found = threading.Event(), list[Any]()
