@@ -18,7 +18,7 @@ from areal_jax.models import lora
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.config import LoRA
-from areal_jax.models.decoder import Policy
+from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.rl.logprobs import token_logprobs
@@ -66,7 +66,7 @@ def test_sampled_logp_matches_a_full_forward(
     rng = np.random.default_rng(0)
     params, factors = (
         jax.tree.map(
-            lambda leaf: jnp.asarray(
+            lambda leaf: np.asarray(
                 3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
             ),
             shapes,
@@ -118,14 +118,20 @@ def test_sampled_logp_matches_a_full_forward(
         ]
         logp.append(sampled.logp[:, :2])
 
-    for sequence, of_engine in zip(sequences, np.concatenate(logp).T, strict=True):
-        tokens = jnp.asarray(sequence)[None]
-        positions, ones = jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens)
-        hidden, _, _ = jax.jit(policy.hidden, static_argnames=("attend", "compute_dtype"))(
-            params, tokens, positions, attend=packed_attention(ones), compute_dtype=jnp.float32
-        )
-        of_trainer, _ = token_logprobs(hidden, policy.head(params), tokens, ones, chunk_tokens=64)
-        np.testing.assert_allclose(of_engine, of_trainer[0, -12:], atol=1e-4)
+    @jax.jit
+    def full_forward(params: Params, tokens: jax.Array) -> jax.Array:
+        places, ones = jnp.arange(tokens.shape[1]), jnp.ones_like(tokens)
+        positions, attend = jnp.broadcast_to(places, tokens.shape), packed_attention(ones)
+        hidden = policy.hidden(params, tokens, positions, attend, compute_dtype=jnp.float32)[0]
+        return token_logprobs(hidden, policy.head(params), tokens, ones, chunk_tokens=64)[0]
+
+    padded = np.zeros((2, len(sequences[1])), np.int32)
+    for row, sequence in zip(padded, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    of_trainer = np.asarray(full_forward(params, padded))
+    for sequence, of_engine, row in zip(sequences, np.concatenate(logp).T, of_trainer, strict=True):
+        own = row[: len(sequence)]
+        np.testing.assert_allclose(of_engine, own[-12:], atol=1e-4)
 
 
 def test_latent_pages_hold_one_vector_per_token() -> None:

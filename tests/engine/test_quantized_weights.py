@@ -15,6 +15,7 @@ from areal_jax.models.decoder import Params
 from areal_jax.models.quantized import Quantized, quantize_layer
 
 
+@partial(jax.jit, static_argnames="dtype")
 def rounded(params: Params, *, dtype: str) -> Params:
     def dequantize(node: jax.Array | Quantized) -> jax.Array:
         return node.values.astype(jnp.float32) * node.scale if isinstance(node, Quantized) else node
