@@ -432,9 +432,11 @@ def logprobs(
     policy: Policy, params: Params, tokens: np.ndarray, temperature: float = 1.0
 ) -> np.ndarray:
     """Log-probs of the tokens of sequences of one length, by a full forward."""
-    padded = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 64)))
+    rows, length = tokens.shape
+    padded = np.zeros((rows, -(-length // 64) * 64), np.int32)
+    padded[:, :length] = tokens
     found = _logprobs_of(policy)(params, padded, np.float32(temperature))
-    return np.asarray(found)[:, : tokens.shape[1]]
+    return np.asarray(found)[:, :length]
 
 
 @cache
