@@ -126,6 +126,8 @@ def test_stopped_run_has_a_checkpoint_and_resumes_from_the_folder_alone(
     resumed = areal_jax.train(None, folder, resume=True)
     assert (resumed.ended, resumed.version) == ("completed", 12)
     assert resumed.metrics()["version"].tolist() == [*range(12)]
+    again = areal_jax.train(None, folder, resume=True)
+    assert again.version == 12 and again.metrics()["version"].tolist() == [*range(12)]
     with pytest.raises(ConfigError, match="already holds a run"):
         areal_jax.train(experiment, folder)
     with pytest.raises(ConfigError, match="expected an experiment"):
