@@ -53,7 +53,7 @@ ORDERS = {
         ("storage",),
     ),
     "run": (
-        ("run.lease", "run.summary", "run.draft_policies"),
+        ("run.lease", "run.summary", "run.draft_policies", "run.reward_worker"),
         (
             "run.claim",
             "run.models",
@@ -167,8 +167,13 @@ JAX_FREE = (
 """Rooms that do not import jax, nor does any config.py: their tests take milliseconds, and flags
 are set before jax loads."""
 
-JAX_FREE_MODULES = ("areal_jax.engine.scheduler", "areal_jax.engine.kv_cache")
-"""Modules and packages without jax in rooms that use it: the scheduler decides on host data."""
+JAX_FREE_MODULES = (
+    "areal_jax.engine.scheduler",
+    "areal_jax.engine.kv_cache",
+    "areal_jax.run.reward_worker",
+)
+"""Modules and packages without jax in rooms that use it: the scheduler decides on host data, and
+reward workers start in a third of the time."""
 
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
 

@@ -27,8 +27,9 @@ from areal_jax.run.compiled_programs import refusing_what_does_not_fit
 from areal_jax.run.make_plan import make_training_plan
 from areal_jax.run.memory_checks import RESIDENT, format_bytes, format_memory
 from areal_jax.run.plan import TrainingPlan
+from areal_jax.run.reward_worker import Facts, releases
 from areal_jax.run.trainer import initial_weights, rl_trainer
-from areal_jax.run.worker_roles import Facts, describe_devices, releases
+from areal_jax.run.worker_roles import describe_devices
 from areal_jax.weights.object_store import ShardPublisher
 
 

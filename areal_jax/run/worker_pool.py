@@ -21,13 +21,13 @@ from areal_jax.cluster.placement import Cluster, InsufficientResources, Kind
 from areal_jax.errors import ConfigError, WorkerDied
 from areal_jax.protocols import Grader
 from areal_jax.records import RewardResult, Task, task_to_json
-from areal_jax.run.worker_roles import releases
+from areal_jax.run.reward_worker import releases
 from areal_jax.threads import log_failure
 
 logger = logging.getLogger(__name__)
 
 ENGINE = "areal_jax.run.worker_roles:EngineHost"
-REWARDS = "areal_jax.run.worker_roles:RewardWorker"
+REWARDS = "areal_jax.run.reward_worker:RewardWorker"
 
 REPLACEMENT_ATTEMPTS = 3
 """Failed attempts to start a worker after which it is given up."""

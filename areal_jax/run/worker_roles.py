@@ -1,4 +1,4 @@
-"""Roles of the worker processes of a run on a cluster that generate: engine and reward worker.
+"""Role of an engine of a run on a cluster.
 
 A role reads the settings as the run wrote them, builds the same components as a run in one process,
 and reports facts that the run compares.
@@ -7,15 +7,13 @@ and reports facts that the run compares.
 from __future__ import annotations
 
 import asyncio
-import platform
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 
-from areal_jax import __version__
 from areal_jax.cluster import wire
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.worker import Emit
@@ -23,30 +21,18 @@ from areal_jax.config.load import read_settings
 from areal_jax.engine.engine_loop import EngineLoop, EngineStatus
 from areal_jax.errors import ConfigError
 from areal_jax.models import lora
-from areal_jax.records import NO_VERSION, Completion, task_from_json
-from areal_jax.rewards.service import RewardService
+from areal_jax.records import NO_VERSION, Completion
 from areal_jax.run.models import decoding_mesh, find_decoding_policy
+from areal_jax.run.reward_worker import Facts, releases
 from areal_jax.trainer.state import trained
 from areal_jax.weights.object_store import ShardReader
 from areal_jax.weights.rolling import RollingSource
-from areal_jax.workflows.from_config import find_tools_config
-
-Facts = dict[str, Any]
 
 STATE_EVERY_S = 1.0
 """Shortest interval at which an engine reports its weights and its requests."""
 
 _ALL = -1
 """Number of reported tokens of a finished sample."""
-
-
-def releases() -> Facts:
-    """Versions that must be equal in all processes of a run."""
-    return {
-        "areal_jax": __version__,
-        "jax": jax.__version__,
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-    }
 
 
 class EngineHost:
@@ -190,53 +176,6 @@ class EngineHost:
                 news[sample] = start, wire.encode_completion(part)
                 reported[sample] = _ALL if is_finished else len(sampled.tokens)
         return news
-
-
-class RewardWorker:
-    """A reward service, with its own grading processes."""
-
-    def __init__(self, emit: Emit, settings: str, source: str | None, kinds: Sequence[str]) -> None:
-        """
-        Args:
-            emit: as of `TrainerHost`; so are settings and source.
-            kinds: of tasks that will be graded.
-        """
-        experiment = read_settings(settings, source)
-        assert isinstance(experiment.launch, Ray)
-        self._emit, self._report_every_s = emit, experiment.launch.report_every_s
-        self._service = RewardService(
-            experiment.rewards, kinds, find_tools_config(experiment.workflow), logs_failures=False
-        )
-        self._reporter: asyncio.Task[None] | None = None
-
-    async def begin(self) -> Facts:
-        """Start the grading processes, and reporting."""
-        await self._service.start()
-        self._reporter = asyncio.create_task(self._report(), name="reporter")
-        return releases()
-
-    async def grade_answer(self, task: Mapping[str, Any], answer: str) -> dict[str, Any]:
-        """Grade an answer, as `RewardService.__call__`."""
-        return asdict(await self._service(task_from_json(task), answer))
-
-    async def grade(self, task: Mapping[str, Any], answer: str) -> dict[str, Any]:
-        """Grade an answer without counting it, as `RewardService.grade`."""
-        return asdict(await self._service.grade(task_from_json(task), answer))
-
-    async def use(self, tool: str, argument: str) -> dict[str, Any]:
-        """Execute a tool call, as `RewardService.use`."""
-        return asdict(await self._service.use(tool, argument))
-
-    async def end(self) -> None:
-        """End all grading processes."""
-        if self._reporter is not None:
-            self._reporter.cancel()
-        await self._service.close()
-
-    async def _report(self) -> None:
-        while True:
-            await asyncio.sleep(self._report_every_s)
-            self._emit("counts", self._service.counters())
 
 
 def describe_devices(devices: Sequence[jax.Device]) -> str:

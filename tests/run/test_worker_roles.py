@@ -15,8 +15,9 @@ from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import load_experiment, read_settings, written_settings
 from areal_jax.errors import ConfigError
 from areal_jax.records import Completion, Request, Sampling, TopLogprobs
+from areal_jax.run.reward_worker import releases
 from areal_jax.run.worker_pool import require_same_policy, require_same_releases
-from areal_jax.run.worker_roles import EngineHost, releases
+from areal_jax.run.worker_roles import EngineHost
 
 
 def test_different_releases_are_refused_by_name() -> None:
