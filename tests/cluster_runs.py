@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
+import jax
+import numpy as np
 import psutil
 from run_laws import broken_laws
+from tiny_runs import write_tiny_policy
 
 from areal_jax.cluster.registry import WorkerHandle
 from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import load_experiment
 from areal_jax.metrics import jsonl
+from areal_jax.models import hf
+from areal_jax.models.decoder import Policy
 
 STEPS, GROUPS, SAMPLES, STALENESS = 12, 4, 2, 2
 SMALL = (
@@ -28,6 +35,8 @@ SMALL = (
     "engine.num_slots=8",
     "engine.max_new_tokens=64",
     "engine.steps_per_dispatch=4",
+    # The fewest programs in every engine.
+    "engine.prefill_chunk_tokens=32",
     "trainer.num_mini_batches=1",
     "trainer.rows_per_micro_batch=4",
     "rewards.num_workers=1",
@@ -35,6 +44,7 @@ SMALL = (
     "evaluation.every_steps=0",
     "checkpoint.every_steps=2",
     "checkpoint.export_hf=false",
+    "metrics.tensorboard=false",
 )
 
 
@@ -43,6 +53,20 @@ def small_run(*settings: str) -> Experiment:
     experiment = load_experiment("aime", *SMALL, *settings)
     assert isinstance(experiment, Experiment)
     return experiment
+
+
+def tiny_run(folder: Path, *settings: str) -> Experiment:
+    """The small run with a tiny policy, whose answers of random tokens have their full length."""
+    path = write_tiny_policy(folder / "tiny")
+    policy, random = Policy(hf.read_config(path)), np.random.default_rng(1)
+
+    def weights(name: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        sampled = random.standard_normal(leaf.shape, np.float32)
+        return float("norm" in jax.tree_util.keystr(name)) + 0.05 * sampled
+
+    # To sample them takes a program, which each trainer host would compile.
+    hf.save(path, policy, jax.tree_util.tree_map_with_path(weights, policy.abstract()), path)
+    return small_run(f"policy.path={path}", *settings)
 
 
 def find_faults(run_folder: Path, num_steps: int = STEPS) -> list[str]:
@@ -60,3 +84,9 @@ def family(connection: WorkerHandle) -> list[psutil.Process]:
     """Return the process of a worker with its descendants, such as grading processes."""
     process = psutil.Process(connection.process_id)
     return [process, *process.children(recursive=True)]
+
+
+def kill(connection: WorkerHandle) -> str:
+    """Kill a worker without warning; return its name."""
+    os.kill(connection.process_id, signal.SIGKILL)
+    return connection.name

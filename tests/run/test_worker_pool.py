@@ -1,23 +1,28 @@
-"""Engines that join and leave a run on Ray; the wanted number of them."""
+"""Engines that join, leave and die in a run on Ray; the wanted number of them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
-from cluster_runs import find_faults, small_run
+from cluster_runs import family, find_faults, kill, tiny_run
 
 from areal_jax import loop
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.engines import Engines
+from areal_jax.cluster.graders import Graders
 from areal_jax.cluster.signals import Stopped
 from areal_jax.cluster.trainers import Trainers
 from areal_jax.metrics import jsonl
+from areal_jax.records import Group, StepResult
 from areal_jax.run.build import Run
 from areal_jax.run.cluster import train_on_cluster
+from areal_jax.run.grading import TracedGrader
 from areal_jax.run.make_plan import make_plan
 from areal_jax.run.worker_pool import ENGINES_FILE, EngineCount
 
@@ -47,12 +52,19 @@ def test_the_file_in_the_run_folder_gives_the_number_of_engines(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.ray_run
-def test_engines_join_and_leave_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    experiment = small_run(
+def test_engines_join_leave_and_die_in_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reward worker dies, too. Nothing is lost, and the processes of the dead end."""
+    experiment = tiny_run(
+        tmp_path,
         *("launch.rollout_engines=1", "launch.max_engines=2", "launch.trainer_hosts=1"),
         *("num_steps=2000", "tasks.num_tasks=2400", "checkpoint.every_steps=1000"),
     )
-    sizes, versions = list[int](), list[int]()
+    sizes, versions, killed = list[int](), list[int](), list[str]()
+    processes: list[psutil.Process] = []
+    # The trainer waits where the engines are awaited: it is faster than a process starts.
+    may_step = threading.Event()
 
     async def until(condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(300):
@@ -60,26 +72,58 @@ def test_engines_join_and_leave_a_run(tmp_path: Path, caplog: pytest.LogCaptureF
                 await asyncio.sleep(0.05)
 
     async def resizing(run: Run[Trainers]) -> None:
-        engines = run.engine
-        assert isinstance(engines, Engines)
+        engines, file = run.engine, tmp_path / ENGINES_FILE
+        assert isinstance(engines, Engines) and isinstance(run.grader, TracedGrader)
+        graders = run.grader.counted
+        assert isinstance(graders, Graders)
+
+        async def steps() -> None:
+            may_step.set()
+            version = run.trainer.version
+            await until(lambda: run.trainer.version > version + 1)
+            may_step.clear()
+
         await until(lambda: len(engines.connections) == 2)
-        joined = engines.connections[1].name
-        version = run.trainer.version
-        await until(lambda: run.trainer.version > version + 1)
-        (tmp_path / ENGINES_FILE).write_text("1\n")
+        assert engines.connections[1].name == "engine 1"
+        await steps()
+        file.write_text("1\n")
         await until(lambda: len(engines.connections) == 1)
         sizes.append(1)
-        (tmp_path / ENGINES_FILE).write_text("2\n")
+        await steps()
+        file.write_text("2\n")
         await until(lambda: len(engines.connections) == 2)
         sizes.append(2)
-        assert joined == "engine 1" and engines.connections[1].name == "engine 2"
+        assert engines.connections[1].name == "engine 2"
         assert engines.num_deaths == 0
-        version = run.trainer.version
-        await until(lambda: run.trainer.version > version + 1)
+        await steps()
+        for registry in (engines, graders):
+            processes.extend(family(registry.connections[0]))
+            killed.append(kill(registry.connections[0]))
+
+        def living() -> list[str]:
+            return [each.name for each in (*engines.connections, *graders.connections)]
+
+        await until(lambda: len(living()) == 4 and not {*killed} & {*living()})
+        assert engines.num_deaths == 1
+        await steps()
+        for each in (*engines.connections, *graders.connections):
+            processes.extend(family(each))
 
     async def train(run: Run[Trainers]) -> None:
+        step = run.trainer.step
+
+        def waited(groups: Sequence[Group]) -> StepResult:
+            assert may_step.wait(300)
+            return step(groups)
+
+        run.trainer.step = waited
         task = asyncio.create_task(resizing(run))
-        task.add_done_callback(lambda _: run.stop.set())
+
+        def stop(_: asyncio.Task[None]) -> None:
+            may_step.set()
+            run.stop.set()
+
+        task.add_done_callback(stop)
         try:
             await loop.train(run, experiment)
         finally:
@@ -92,6 +136,11 @@ def test_engines_join_and_leave_a_run(tmp_path: Path, caplog: pytest.LogCaptureF
         )
     assert sizes == [1, 2]
     assert any("engine left: engine" in message for message in caplog.messages)
+    died = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert all(any(name in message for message in died) for name in killed), died
+    assert len(processes) > 6, "grading processes are among them"
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []
     assert find_faults(tmp_path, num_steps=versions[0]) == []
     rows = jsonl.read(tmp_path / "metrics.jsonl")
     assert {1.0, 2.0} <= {row["rollout/engines"] for row in rows if "rollout/engines" in row}
