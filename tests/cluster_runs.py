@@ -6,18 +6,14 @@ import os
 import signal
 from pathlib import Path
 
-import jax
-import numpy as np
 import psutil
 from run_laws import broken_laws
-from tiny_runs import write_tiny_policy
+from tiny_runs import tiny_settings
 
 from areal_jax.cluster.registry import WorkerHandle
 from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import load_experiment
 from areal_jax.metrics import jsonl
-from areal_jax.models import hf
-from areal_jax.models.decoder import Policy
 
 STEPS, GROUPS, SAMPLES, STALENESS = 12, 4, 2, 2
 SMALL = (
@@ -56,17 +52,10 @@ def small_run(*settings: str) -> Experiment:
 
 
 def tiny_run(folder: Path, *settings: str) -> Experiment:
-    """The small run with a tiny policy, whose answers of random tokens have their full length."""
-    path = write_tiny_policy(folder / "tiny")
-    policy, random = Policy(hf.read_config(path)), np.random.default_rng(1)
-
-    def weights(name: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        sampled = random.standard_normal(leaf.shape, np.float32)
-        return float("norm" in jax.tree_util.keystr(name)) + 0.05 * sampled
-
-    # To sample them takes a program, which each trainer host would compile.
-    hf.save(path, policy, jax.tree_util.tree_map_with_path(weights, policy.abstract()), path)
-    return small_run(f"policy.path={path}", *settings)
+    """The small run with a tiny policy, whose answers of random tokens have their full length, and
+    a reward for half of them.
+    """
+    return small_run(*tiny_settings(folder), *settings)
 
 
 def find_faults(run_folder: Path, num_steps: int = STEPS) -> list[str]:

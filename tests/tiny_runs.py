@@ -6,14 +6,19 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
+import numpy as np
+
 from areal_jax.config.experiment import Experiment
 from areal_jax.data.config import Synthetic
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.metrics.config import MetricsConfig
+from areal_jax.models import hf
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import PolicyConfig
+from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
@@ -48,6 +53,23 @@ def write_tiny_policy(folder: Path) -> Path:
     config.pop("head_dim", None)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def tiny_settings(folder: Path) -> tuple[str, str]:
+    """Settings of a tiny policy with weights, and of a reward for half of its answers.
+
+    Processes of a run load the weights: to sample them is a program that each would compile.
+    """
+    path, reward = write_tiny_policy(folder / "tiny"), folder / "reward.py"
+    policy, random = Policy(hf.read_config(path)), np.random.default_rng(1)
+
+    def weights(name: jax.tree_util.KeyPath, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        sampled = random.standard_normal(leaf.shape, np.float32)
+        return float("norm" in jax.tree_util.keystr(name)) + 0.05 * sampled
+
+    hf.save(path, policy, jax.tree_util.tree_map_with_path(weights, policy.abstract()), path)
+    reward.write_text("def parity(task, answer):\n    return len(answer) % 2\n")
+    return f"policy.path={path}", f"rewards.function={reward}:parity"
 
 
 def tiny_experiment(policy: Path, *, num_steps: int = 2) -> Experiment:
