@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import ray
-from cluster_runs import family, find_faults, small_run
+from cluster_runs import family, find_faults, tiny_run
 from jax.sharding import NamedSharding, PartitionSpec
 from ray.cluster_utils import Cluster as NodesOfRay
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -199,44 +199,10 @@ def test_large_and_small_processes_fit_with_disjoint_devices(
     assert devices["reward worker 2"][1] == ""
 
 
-def test_missing_resources_are_reported_and_freed_ones_reused(
-    nodes: Nodes,
-) -> None:
-    nodes.have("c")
-    config = Ray(rollout_engines=1, accelerator="none", start_timeout_s=60.0)
-
-    async def scenario() -> list[str]:
-        with connect(config) as found:
-
-            async def started(*numbers: int) -> list[WorkerHandle]:
-                parts = await asyncio.gather(
-                    *(found.start("engine", number, "echoing_role:Echo") for number in numbers)
-                )
-                return [connection for connection, _ in parts]
-
-            given_up, closed, other = await started(0, 1, 2)
-            with pytest.raises(InsufficientResources) as caught:
-                await Cluster(chz.replace(config, start_timeout_s=1.0), "none").start(
-                    "engine", 3, "echoing_role:Echo"
-                )
-            given_up.mark_dead("it is of no use")
-            await closed.close()
-            others = await started(4, 5)
-            await asyncio.gather(*(each.close() for each in (other, *others)))
-            return [str(caught.value), *(each.name for each in others)]
-
-    reported, *names = asyncio.run(scenario())
-    assert reported == (
-        "expected a node with 1 CPU free for engine 3 within launch.start_timeout_s=1; nodes have "
-        "3 CPU and 1 GPU in total"
-    )
-    assert names == ["engine 4", "engine 5"]
-
-
 def test_weights_lost_with_their_node_are_skipped_until_the_next(
     nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nodes.have("a", "c")
+    nodes.have("a", "b")
     whole = NamedSharding(
         jax.make_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), PartitionSpec()
     )
@@ -269,8 +235,8 @@ def test_weights_lost_with_their_node_are_skipped_until_the_next(
             ShardReader({"scale": whole}, {"scale": jax.ShapeDtypeStruct((rows,), np.float32)})
         ) as reader,
     ):
-        dead_chunk, kept = given(publisher, 1, "c"), given(publisher, 2, "a")
-        nodes.lose("c")
+        dead_chunk, kept = given(publisher, 1, "b"), given(publisher, 2, "a")
+        nodes.lose("b")
         with caplog.at_level(logging.WARNING):
             # The loss is not detected yet: the engine pulls.
             reader.pull(1, [dead_chunk])
@@ -286,6 +252,40 @@ def test_weights_lost_with_their_node_are_skipped_until_the_next(
         assert (measured["skipped"], measured["delivered"]) == ((1.0, 1.0), (1.0, 1.0))
 
 
+def test_missing_resources_are_reported_and_freed_ones_reused(
+    nodes: Nodes,
+) -> None:
+    nodes.have("a")
+    config = Ray(rollout_engines=1, accelerator="none", start_timeout_s=60.0)
+
+    async def scenario() -> list[str]:
+        with connect(config) as found:
+
+            async def started(*numbers: int) -> list[WorkerHandle]:
+                parts = await asyncio.gather(
+                    *(found.start("engine", number, "echoing_role:Echo") for number in numbers)
+                )
+                return [connection for connection, _ in parts]
+
+            given_up, closed, other = await started(0, 1, 2)
+            with pytest.raises(InsufficientResources) as caught:
+                await Cluster(chz.replace(config, start_timeout_s=1.0), "none").start(
+                    "engine", 3, "echoing_role:Echo"
+                )
+            given_up.mark_dead("it is of no use")
+            await closed.close()
+            others = await started(4, 5)
+            await asyncio.gather(*(each.close() for each in (other, *others)))
+            return [str(caught.value), *(each.name for each in others)]
+
+    reported, *names = asyncio.run(scenario())
+    assert reported == (
+        "expected a node with 1 CPU free for engine 3 within launch.start_timeout_s=1; nodes have "
+        "3 CPU and 2 GPU in total"
+    )
+    assert names == ["engine 4", "engine 5"]
+
+
 STEPS = 10
 
 
@@ -298,7 +298,7 @@ def test_run_on_three_nodes_survives_the_death_of_two(
     # 5 devices for 4 workers with one each: those of c fit on the remaining nodes, those of a do
     # not.
     settings = ("launch.accelerator=GPU", "launch.reward_workers=1")
-    experiment = small_run(f"num_steps={STEPS}", *settings)
+    experiment = tiny_run(tmp_path, f"num_steps={STEPS}", *settings)
     monkeypatch.setattr(cluster, "NOTICE_S", 0.5)
     dead: dict[str, list[str]] = {}
     processes: list[psutil.Process] = []
