@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import threading
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import chz
 import jax
@@ -72,11 +73,6 @@ FOUR_AND_FOUR = PlacementConfig(
 PLACEMENTS = pytest.mark.parametrize(
     "placement", [ONE, FOUR_AND_FOUR], ids=["one device", "4 + 4 devices"]
 )
-SLOW_ON_MANY = pytest.mark.parametrize(
-    "placement",
-    [ONE, pytest.param(FOUR_AND_FOUR, marks=pytest.mark.slow)],
-    ids=["one device", "4 + 4 devices"],
-)
 
 
 async def grade_by_parity(task: Task, answer: str) -> RewardResult:
@@ -108,7 +104,11 @@ def experiment(
             batch_timeout_s=120.0,
         ),
         engine=EngineConfig(
-            num_slots=16, max_prompt_tokens=80, max_new_tokens=16, steps_per_dispatch=4
+            num_slots=16,
+            max_prompt_tokens=80,
+            max_new_tokens=16,
+            steps_per_dispatch=4,
+            prefill_chunk_tokens=32,
         ),
         trainer=TrainerConfig(
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0),
@@ -221,9 +221,9 @@ async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
         run.weight_channel.publish(version + 1, run.trainer.params)
 
 
-@SLOW_ON_MANY
+@PLACEMENTS
 @pytest.mark.slow
-def test_loop_without_staleness_equals_plain_synchronous_loop(
+def test_synchronous_loop_is_the_plain_one_also_when_it_is_resumed(
     tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
 ) -> None:
     exp = experiment(tiny_policy, placement, num_steps=5, max_staleness=0)
@@ -238,16 +238,25 @@ def test_loop_without_staleness_equals_plain_synchronous_loop(
             return host(run.trainer)
 
     before = host_initial(exp)
-    ours, textbook = run_loop(planned(exp), tmp_path / "loop"), asyncio.run(plain())
+    ours, textbook = run_loop(planned(exp), tmp_path / "whole"), asyncio.run(plain())
     assert any((ours[name] != before[name]).any() for name in ours)
     for name, leaf in textbook.items():
         np.testing.assert_array_equal(ours[name], leaf, err_msg=name)
+    rows = samples(tmp_path / "whole")
     assert all(
-        version == row["version"]
-        for row in samples(tmp_path / "loop")
-        for version in row["versions"]
-        if version >= 0
+        version == row["version"] for row in rows for version in row["versions"] if version >= 0
     )
+
+    # Cosine or not, the schedule spans num_steps: a constant one lets a shorter run be the
+    # beginning of a longer one.
+    run_loop(planned(chz.replace(exp, num_steps=3)), tmp_path / "parts")
+    resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
+    for name, leaf in ours.items():
+        np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
+    kept = ("version", "group", "number", "tokens", "behave_logp", "versions", "reward")
+    assert [[row[name] for name in kept] for row in samples(tmp_path / "parts")] == [
+        [row[name] for name in kept] for row in rows
+    ]
 
 
 def host_initial(exp: Experiment) -> dict[str, np.ndarray]:
@@ -258,12 +267,12 @@ def host_initial(exp: Experiment) -> dict[str, np.ndarray]:
     }
 
 
-@SLOW_ON_MANY
+@PLACEMENTS
 @pytest.mark.slow
 def test_asynchronous_steps_train_each_group_once_and_in_time(
     tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
 ) -> None:
-    max_staleness, num_steps = 2, 50
+    max_staleness, num_steps = 2, 25
     exp = experiment(tiny_policy, placement, num_steps=num_steps, max_staleness=max_staleness)
     run_loop(planned(exp), tmp_path)
     rows = samples(tmp_path)
@@ -299,23 +308,6 @@ def test_asynchronous_steps_train_each_group_once_and_in_time(
     assert [row["version"] for row in metrics] == list(range(num_steps))
     assert metrics[-1]["trainer/num_compilations"] == metrics[0]["trainer/num_compilations"]
     assert all(row["rollout/compilations"] == 0 for row in metrics[1:])
-
-
-@PLACEMENTS
-@pytest.mark.slow
-def test_resume_is_bit_exact(tiny_policy: Path, tmp_path: Path, placement: PlacementConfig) -> None:
-    exp = experiment(tiny_policy, placement, num_steps=8, max_staleness=0)
-    whole = run_loop(planned(exp), tmp_path / "whole")
-    # Cosine or not, the schedule spans num_steps: a constant one lets a shorter run be the
-    # beginning of a longer one.
-    run_loop(planned(chz.replace(exp, num_steps=5)), tmp_path / "parts")
-    resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
-    for name, leaf in whole.items():
-        np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
-    kept = ("version", "group", "number", "tokens", "behave_logp", "versions", "reward")
-    assert [[row[name] for name in kept] for row in samples(tmp_path / "parts")] == [
-        [row[name] for name in kept] for row in samples(tmp_path / "whole")
-    ]
 
 
 @pytest.mark.parametrize(
@@ -574,14 +566,33 @@ class Diverging(CustomLoss):
         return jnp.where((ratio == 1) == self.at_first, jnp.inf, ratio * advantages)
 
 
+class OneStep(NamedTuple):
+    """A run of one step."""
+
+    exp: Experiment
+    folder: Path
+    params: dict[str, np.ndarray]
+    trainer: Trainer
+    """Of the same policy."""
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory: pytest.TempPathFactory) -> OneStep:
+    folder = tmp_path_factory.mktemp("one_step")
+    exp = experiment(write_tiny_policy(folder / "tiny"), ONE, num_steps=1, max_staleness=0)
+    exp = chz.replace(exp, checkpoint=CheckpointConfig(keep=1, export_hf=False))
+    params = run_loop(planned(exp), folder / "run")
+    plan = planned(exp)
+    return OneStep(exp, folder / "run", params, rl_trainer(plan, *initial_weights(plan)))
+
+
 @pytest.mark.parametrize("at_first", [True, False])
 @pytest.mark.slow
 def test_divergence_saves_no_checkpoint_of_half_a_step(
-    tiny_policy: Path, tmp_path: Path, at_first: bool
+    one_step: OneStep, tmp_path: Path, at_first: bool
 ) -> None:
-    exp = experiment(tiny_policy, ONE, num_steps=1, max_staleness=0)
-    exp = chz.replace(exp, checkpoint=CheckpointConfig(keep=1, export_hf=False))
-    good = run_loop(planned(exp), tmp_path)
+    exp, folder = one_step.exp, tmp_path / "run"
+    shutil.copytree(one_step.folder, folder)
     diverging = chz.replace(
         exp, num_steps=3, trainer=chz.replace(exp.trainer, loss=Diverging(at_first=at_first))
     )
@@ -591,22 +602,20 @@ def test_divergence_saves_no_checkpoint_of_half_a_step(
         else (CorruptedState, "1 before it were")
     )
     with pytest.raises(expected, match=sentence) as divergence:
-        run_loop(planned(diverging), tmp_path, resume=True)
+        run_loop(planned(diverging), folder, resume=True)
     assert type(divergence.value) is expected
 
-    plan = planned(chz.replace(exp, num_steps=2))
-    params, base = initial_weights(plan)
-    trainer, store = rl_trainer(plan, params, base), CheckpointStore(tmp_path / CHECKPOINTS, keep=1)
+    trainer, store = one_step.trainer, CheckpointStore(folder / CHECKPOINTS, keep=1)
     state, beside = store.restore(None, trainer.state)
     store.close()
     trainer.restore(state)
     assert trainer.version == 1
-    for name, leaf in good.items():
+    for name, leaf in one_step.params.items():
         np.testing.assert_array_equal(host(trainer)[name], leaf, err_msg=name)
     # A batch that was not trained on is kept if another loss can train on it.
     assert len(decode(beside)[0].buffered) == (exp.rollout.groups_per_batch if at_first else 0)
-    run_loop(plan, tmp_path, resume=True)
-    assert len({row["task"] for row in samples(tmp_path)}) == 2 * exp.rollout.groups_per_batch
+    run_loop(planned(chz.replace(exp, num_steps=2)), folder, resume=True)
+    assert len({row["task"] for row in samples(folder)}) == 2 * exp.rollout.groups_per_batch
 
 
 @pytest.mark.parametrize(
