@@ -43,7 +43,7 @@ def experiment(folder: Path, *, num_steps: int, max_staleness: int) -> Experimen
         tiny,
         placement=HALF,
         rollout=chz.replace(tiny.rollout, max_staleness=max_staleness),
-        engine=chz.replace(tiny.engine, max_new_tokens=16),
+        engine=chz.replace(tiny.engine, max_new_tokens=16, prefill_chunk_tokens=32),
     )
 
 
@@ -99,29 +99,32 @@ def trained(folder: Path) -> list[tuple]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("adapter", "trains_critic"),
-    [(None, False), (None, True), (LoRA(rank=2), False)],
-    ids=["policy", "policy, critic and reference", "adapter and reference"],
+    ("adapter", "moves", "engines"),
+    [
+        # To three engines after the second step, and back after the fifth.
+        (None, {2: 6, 5: 4}, [2.0, 3.0, 3.0, 3.0, 2.0, 2.0]),
+        # To one in between.
+        (LoRA(rank=2), {2: 6, 4: 2, 5: 4}, [2.0, 3.0, 3.0, 1.0, 2.0, 2.0]),
+    ],
+    ids=["policy, critic and reference", "adapter and reference"],
 )
 def test_moves_change_no_sample_and_no_loss(
-    tmp_path: Path, adapter: LoRA | None, trains_critic: bool
+    tmp_path: Path, adapter: LoRA | None, moves: dict[int, int], engines: list[float]
 ) -> None:
     exp = experiment(tmp_path / "tiny", num_steps=6, max_staleness=0)
-    trainer = exp.trainer
+    trainer, trains_critic = exp.trainer, adapter is None
     if trains_critic:
         trainer = chz.replace(trainer, loss=PPO(), advantages=GAE())
-    if trains_critic or adapter:
-        trainer = chz.replace(trainer, reference=Reference())
+    trainer = chz.replace(trainer, reference=Reference())
     exp = chz.replace(exp, trainer=trainer, policy=chz.replace(exp.policy, lora=adapter))
     params, still = train(exp, tmp_path / "still", {})
-    # To three engines after the second step, to one after the fourth, and back after the fifth.
-    moved_params, moved = train(exp, tmp_path / "moved", {2: 6, 4: 2, 5: 4})
+    moved_params, moved = train(exp, tmp_path / "moved", moves)
     assert (still["split_moves"], still["train_devices"]) == (0.0, 4.0)
-    assert (moved["split_moves"], moved["train_devices"]) == (3.0, 4.0)
-    assert rows(tmp_path / "moved", "rollout/engines") == [2.0, 3.0, 3.0, 1.0, 2.0, 2.0]
+    assert (moved["split_moves"], moved["train_devices"]) == (len(moves), 4.0)
+    assert rows(tmp_path / "moved", "rollout/engines") == engines
     assert trained(tmp_path / "moved") == trained(tmp_path / "still")
     names = ["trainer/loss", "trainer/grad_norm", "trainer/reward", "trainer/ratio"]
-    names += ["trainer/kl_reference"] if trainer.reference else []
+    names += ["trainer/kl_reference"]
     names += ["trainer/value_loss"] if trains_critic else []
     for name in names:
         np.testing.assert_allclose(
