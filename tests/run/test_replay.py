@@ -11,7 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_runs import tiny_settings
 
+from areal_jax.cli.train import main
 from areal_jax.metrics import jsonl
 from areal_jax.metrics.config import METRICS
 from areal_jax.run.replay import DIGEST
@@ -25,9 +27,15 @@ SETTINGS = (
     "rollout.samples_per_group=4",
     "trainer.num_mini_batches=2",
     "engine.num_slots=16",
+    "engine.max_new_tokens=32",
+    "engine.prefill_chunk_tokens=32",
     "evaluation.every_steps=0",
     "metrics.tensorboard=false",
 )
+
+
+HERE = "placement.train_devices=1", "placement.rollout_devices=1"
+"""For a replay in this process, which has eight devices: one, as the recorded run."""
 
 
 def digests(folder: Path) -> dict[int, float]:
@@ -41,8 +49,9 @@ def command(*arguments: str) -> list[str]:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, of_a_command: dict[str, str]) -> Path:
     """A run that was killed after its second checkpoint, and resumed."""
-    folder = tmp_path_factory.mktemp("replay") / "run"
-    arguments = (*SETTINGS, "checkpoint.every_steps=2", f"--run-folder={folder}")
+    parent = tmp_path_factory.mktemp("replay")
+    folder, settings = parent / "run", (*SETTINGS, *tiny_settings(parent))
+    arguments = (*settings, "checkpoint.every_steps=2", f"--run-folder={folder}")
     process = subprocess.Popen(command(*arguments), env=of_a_command, stdout=subprocess.DEVNULL)
     deadline_s = time.monotonic() + 240
     while not path_of(folder, 4).exists():
@@ -57,9 +66,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, of_a_command: dict[str, s
 
 
 def replay(
-    recorded: Path, folder: Path, environment: dict[str, str], *arguments: str
+    recorded: Path, folder: Path, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    wanted = command(f"--replay={recorded}", f"--run-folder={folder}", *arguments)
+    """Replay with the settings of the run, in a process of its own."""
+    wanted = command(f"--replay={recorded}", f"--run-folder={folder}")
     return subprocess.run(wanted, env=environment, capture_output=True, text=True, timeout=240)
 
 
@@ -96,12 +106,10 @@ def test_the_engine_of_every_trained_request_is_recorded(recorded: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_replay_with_another_objective_is_a_counterfactual(
-    recorded: Path, tmp_path: Path, of_a_command: dict[str, str]
-) -> None:
+def test_replay_with_another_objective_is_a_counterfactual(recorded: Path, tmp_path: Path) -> None:
     changed = "trainer.optimizer.learning_rate=1e-3", "trainer.loss=PPO", "--until=4"
-    done = replay(recorded, tmp_path / "other", of_a_command, *changed)
-    assert done.returncode == 0, done.stderr
+    wanted = f"--replay={recorded}", f"--run-folder={tmp_path / 'other'}", *HERE
+    assert main([*wanted, *changed]) == 0
     found, known = digests(tmp_path / "other"), digests(recorded)
     assert sorted(found) == [0, 1, 2, 3]
     assert all(found[version] != known[version] for version in found)
@@ -135,11 +143,12 @@ def test_a_changed_reward_is_found_at_its_version(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_missing_or_damaged_rollouts_are_refused(
-    recorded: Path, tmp_path: Path, of_a_command: dict[str, str]
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = replay(recorded, tmp_path / "longer", of_a_command, "--until=9")
-    assert done.returncode == 2
-    assert "expected a run with at least 9 recorded steps, found 6" in done.stderr
+    wanted = f"--replay={recorded}", f"--run-folder={tmp_path / 'longer'}", *HERE
+    assert main([*wanted, "--until=9"]) == 2
+    shown = capsys.readouterr().err
+    assert "expected a run with at least 9 recorded steps, found 6" in shown
     path = path_of(recorded, 1)
     whole = path.read_bytes()
     try:
