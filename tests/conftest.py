@@ -104,9 +104,7 @@ os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--parts", metavar="K,K/N", help="of the slow tests run only these of N parts"
-    )
+    parser.addoption("--parts", metavar="K,K/N", help="of the slow tests run only these of N parts")
 
 
 @pytest.hookimpl(trylast=True)
