@@ -531,8 +531,9 @@ def test_suspended_samples_resume_without_drafts(config: EngineConfig):
         same_samples(resumed, expected[:4], atol=1e-4)
 
 
+@pytest.mark.parametrize("draft_policy", ["", "similar"])
 @pytest.mark.slow
-def test_drafted_samples_have_the_distribution_of_the_policy():
+def test_drafted_samples_have_the_distribution_of_the_policy(draft_policy: str):
     # A vocabulary of 6 tokens and answers of 4: 1296 of them, whose probabilities are known.
     sizes = {**TINY_SIZES, **FAMILIES["dense"], "vocab_size": 6}
     policy = Policy(ModelConfig.from_hf(sizes, source="a test"))
@@ -544,11 +545,11 @@ def test_drafted_samples_have_the_distribution_of_the_policy():
         num_slots=64,
         max_new_tokens=length,
         draft_tokens=2,
-        draft_policy="similar",
+        draft_policy=draft_policy,
     )
     similar = mixed(params, random_params(policy, 1, 2), 0.1)
     draft = DraftPolicy(policy, lambda placed: jax.device_put(similar, placed))
-    engine = DecodeEngine(policy, mesh, config, jnp.float32, draft=draft)
+    engine = DecodeEngine(policy, mesh, config, jnp.float32, draft=draft if draft_policy else None)
     weights = jax.jit(engine.layout, out_shardings=engine.param_shardings)(params)
 
     class Fixed:
