@@ -34,10 +34,6 @@ SETTINGS = (
 )
 
 
-HERE = "placement.train_devices=1", "placement.rollout_devices=1"
-"""For a replay in this process, which has eight devices: one, as the recorded run."""
-
-
 def digests(folder: Path) -> dict[int, float]:
     return {int(row["version"]): row[DIGEST] for row in jsonl.read(folder / METRICS)}
 
@@ -66,10 +62,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, of_a_command: dict[str, s
 
 
 def replay(
-    recorded: Path, folder: Path, environment: dict[str, str]
+    recorded: Path, folder: Path, environment: dict[str, str], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    """Replay with the settings of the run, in a process of its own."""
-    wanted = command(f"--replay={recorded}", f"--run-folder={folder}")
+    wanted = command(f"--replay={recorded}", f"--run-folder={folder}", *arguments)
     return subprocess.run(wanted, env=environment, capture_output=True, text=True, timeout=240)
 
 
@@ -106,10 +101,12 @@ def test_the_engine_of_every_trained_request_is_recorded(recorded: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_replay_with_another_objective_is_a_counterfactual(recorded: Path, tmp_path: Path) -> None:
+def test_replay_with_another_objective_is_a_counterfactual(
+    recorded: Path, tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
     changed = "trainer.optimizer.learning_rate=1e-3", "trainer.loss=PPO", "--until=4"
-    wanted = f"--replay={recorded}", f"--run-folder={tmp_path / 'other'}", *HERE
-    assert main([*wanted, *changed]) == 0
+    done = replay(recorded, tmp_path / "other", of_a_command, *changed)
+    assert done.returncode == 0, done.stderr
     found, known = digests(tmp_path / "other"), digests(recorded)
     assert sorted(found) == [0, 1, 2, 3]
     assert all(found[version] != known[version] for version in found)
@@ -145,8 +142,10 @@ def test_a_changed_reward_is_found_at_its_version(
 def test_missing_or_damaged_rollouts_are_refused(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = f"--replay={recorded}", f"--run-folder={tmp_path / 'longer'}", *HERE
-    assert main([*wanted, "--until=9"]) == 2
+    # One device, as the recorded run has: this process has eight.
+    placement = "placement.train_devices=1", "placement.rollout_devices=1"
+    folder = f"--run-folder={tmp_path / 'longer'}"
+    assert main([f"--replay={recorded}", folder, *placement, "--until=9"]) == 2
     shown = capsys.readouterr().err
     assert "expected a run with at least 9 recorded steps, found 6" in shown
     path = path_of(recorded, 1)
