@@ -282,7 +282,7 @@ class EngineLoop:
                 if self._scheduler.has_active:
                     for finished in self._core.dispatch(self._may_run_ahead):
                         self._requests.deliver(finished)
-                elif not self._scheduler.running:
+                elif not (self._closing or self._scheduler.running):
                     self._idle()
             self._stop(EngineStopped("the decode engine was closed"))
         except Exception as error:  # of any class: it fails all requests, and is their cause

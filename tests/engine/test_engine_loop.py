@@ -671,23 +671,46 @@ def test_engine_failure_fails_the_request_that_caused_it(monkeypatch: pytest.Mon
     with_engine_loop(engine(), Shelf(engine(), (0, 0, 0)), act)
 
 
-def test_closing_fails_unfinished_requests(monkeypatch: pytest.MonkeyPatch):
+async def closed_while_paused(
+    engine_loop: EngineLoop, shelf: Shelf, each: Request
+) -> asyncio.Future[list[Completion]]:
+    """Submit a request, and close the engine loop while it is paused."""
+    future = engine_loop.submit(each)
+    engine_loop.start()
+    await shelf.paused()
+    put = engine_loop._commands.put
+
+    def put_and_go_on(closing: Callable[[], None]) -> None:
+        put(closing)
+        shelf.go_on()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_loop._commands, "put", put_and_go_on)
+        await asyncio.to_thread(engine_loop.close)
+    return future
+
+
+def test_closing_fails_unfinished_requests():
     shelf = stopped_after(1)
 
     async def act(engine_loop: EngineLoop):
-        future = engine_loop.submit(request())
-        engine_loop.start()
-        await shelf.paused()
-        put = engine_loop._commands.put
-
-        def put_and_go_on(closing: Callable[[], None]) -> None:
-            put(closing)
-            shelf.go_on()
-
-        monkeypatch.setattr(engine_loop._commands, "put", put_and_go_on)
-        await asyncio.to_thread(engine_loop.close)
+        future = await closed_while_paused(engine_loop, shelf, request())
         with pytest.raises(EngineStopped, match="closed"):
             await future
+
+    with_engine_loop(engine(), shelf, act)
+
+
+def test_closing_waits_for_no_other_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("areal_jax.engine.engine_loop._COMMANDS_WAIT_S", 60.0)
+    monkeypatch.setattr("areal_jax.engine.engine_loop._CLOSE_TIMEOUT_S", 20.0)
+    shelf = stopped_after(0)
+
+    async def act(engine_loop: EngineLoop):
+        # The command is read when all else is done: one dispatch is the whole answer.
+        future = await closed_while_paused(engine_loop, shelf, request(max_new_tokens=4))
+        [completion] = await future
+        assert len(completion.tokens) == 4
 
     with_engine_loop(engine(), shelf, act)
 
