@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from model_families import HEADER, TEXT, settings, table
 
 from areal_jax.models import lora
@@ -29,6 +30,7 @@ def test_pages_have_the_table_of_all_families() -> None:
     assert lines_of("README.md") == table(is_short=True)
 
 
+@pytest.mark.slow
 def test_adapters_are_of_the_matrices_that_the_table_names() -> None:
     cells = {line.split(" | ")[0].strip("|` "): line.split(" | ")[3] for line in table()[2:]}
     for name in TEXT:

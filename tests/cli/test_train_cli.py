@@ -173,6 +173,7 @@ def test_bad_input_shows_no_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="the compiler is installed")
+@pytest.mark.slow
 def test_compile_for_without_the_compiler_says_what_to_install(tmp_path: Path) -> None:
     done = train("--exp=aime", "--compile-for=v5e:2x2", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

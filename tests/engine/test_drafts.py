@@ -273,20 +273,16 @@ def test_tokens_are_those_without_drafts(family: str, reader: Reader, tensor: in
     assert {each.stop_reason for each in found} == {"stop", "length"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "reader", "tensor", "draft_policy"),
     [
         ("dense", "view", 1, "same"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("dense", "plain", 2, "guessing"),
-                ("window", "plain", 1, "same"),
-                ("experts", "view", 2, "same"),
-                ("latent", "view", 1, "same"),
-                ("sinks", "view", 1, "same"),
-            ]
-        ),
+        ("dense", "plain", 2, "guessing"),
+        ("window", "plain", 1, "same"),
+        ("experts", "view", 2, "same"),
+        ("latent", "view", 1, "same"),
+        ("sinks", "view", 1, "same"),
     ],
 )
 def test_a_draft_policy_changes_no_sample(
@@ -329,7 +325,8 @@ def test_drafts_of_the_policy_itself_are_accepted(num_drafts: int):
     assert metrics["occupancy"][0] < 1.1 * metrics["tokens"][0] / (num_drafts + 1)
 
 
-@pytest.mark.parametrize("reader", ["view", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", ["view", "plain"])
 def test_decoded_pages_are_those_of_a_prefill(reader: Reader):
     config = chz.replace(
         DRAFTED, num_slots=2, steps_per_dispatch=1, draft_tokens=1, draft_policy="similar"
@@ -435,25 +432,24 @@ def logprobs(
     rows, length = tokens.shape
     padded = np.zeros((rows, -(-length // 64) * 64), np.int32)
     padded[:, :length] = tokens
-    found = _logprobs_of(policy)(params, padded, np.float32(temperature))
+    found = _logprobs_of(policy, params, padded, np.float32(temperature))
     return np.asarray(found)[:, :length]
 
 
-@cache
-def _logprobs_of(policy: Policy) -> Callable[[Params, np.ndarray, np.float32], jax.Array]:
-    def logprobs(params: Params, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
-        ones, places = jnp.ones_like(tokens), jnp.arange(tokens.shape[1])
-        hidden = policy.hidden(
-            params,
-            tokens,
-            jnp.broadcast_to(places, tokens.shape),
-            packed_attention(ones),
-            compute_dtype=jnp.float32,
-        )[0]
-        head = policy.head(params) / temperature
-        return token_logprobs(hidden, head, tokens, ones, chunk_tokens=1024)[0]
-
-    return jax.jit(logprobs)
+@partial(jax.jit, static_argnames="policy")
+def _logprobs_of(
+    policy: Policy, params: Params, tokens: jax.Array, temperature: jax.Array
+) -> jax.Array:
+    ones, places = jnp.ones_like(tokens), jnp.arange(tokens.shape[1])
+    hidden = policy.hidden(
+        params,
+        tokens,
+        jnp.broadcast_to(places, tokens.shape),
+        packed_attention(ones),
+        compute_dtype=jnp.float32,
+    )[0]
+    head = policy.head(params) / temperature
+    return token_logprobs(hidden, head, tokens, ones, chunk_tokens=1024)[0]
 
 
 @pytest.mark.slow

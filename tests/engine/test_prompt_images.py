@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -221,27 +220,24 @@ def full_forward(
     read = reader.read((b"0", b"1"), tokens)
     slots = np.cumsum(read.is_image) * read.is_image
     inputs = ImageInputs(read.patches[None], read.layout[None], slots[None])
-    logp = forward_of(policy)(params, tokens[None], read.positions[None], inputs)
+    logp = logprobs_of(policy, params, tokens[None], read.positions[None], inputs)
     places = np.arange(len(prompt) - 1, len(tokens) - 1)
     return np.asarray(logp)[places, tokens[places + 1]]
 
 
-@lru_cache
-def forward_of(policy: Policy) -> Callable[..., jax.Array]:
-    def forward(
-        params: Params, tokens: jax.Array, positions: jax.Array, inputs: ImageInputs
-    ) -> jax.Array:
-        hidden, _, _ = policy.hidden(
-            params,
-            tokens,
-            positions,
-            packed_attention(jnp.ones_like(tokens)),
-            compute_dtype=jnp.float32,
-            images=policy.encode_images(params, inputs, compute_dtype=jnp.float32),
-        )
-        return jax.nn.log_softmax(hidden[0] @ policy.head(params))
-
-    return jax.jit(forward)
+@partial(jax.jit, static_argnames="policy")
+def logprobs_of(
+    policy: Policy, params: Params, tokens: jax.Array, positions: jax.Array, inputs: ImageInputs
+) -> jax.Array:
+    hidden, _, _ = policy.hidden(
+        params,
+        tokens,
+        positions,
+        packed_attention(jnp.ones_like(tokens)),
+        compute_dtype=jnp.float32,
+        images=policy.encode_images(params, inputs, compute_dtype=jnp.float32),
+    )
+    return jax.nn.log_softmax(hidden[0] @ policy.head(params))
 
 
 def test_equal_weights_change_nothing() -> None:

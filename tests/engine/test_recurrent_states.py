@@ -212,6 +212,7 @@ def test_a_prefill_starts_again_if_the_slot_of_its_state_is_freed() -> None:
     assert (chunk.slot, chunk.start) == (3, 0)
 
 
+@pytest.mark.slow
 def test_scores_are_the_log_probs_of_sampled_tokens():
     async def act(engine_loop: EngineLoop) -> tuple[Completion, Completion]:
         engine_loop.start()

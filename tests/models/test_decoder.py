@@ -113,7 +113,12 @@ def test_cached_decode_equals_full_forward(architecture, unroll):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3_5ForCausalLM"]
+    "architecture",
+    [
+        "Qwen2ForCausalLM",
+        pytest.param("DeepseekV3ForCausalLM", marks=pytest.mark.slow),
+        pytest.param("Qwen3_5ForCausalLM", marks=pytest.mark.slow),
+    ],
 )
 def test_scan_equals_unrolled_layers(architecture):
     policy = tiny_policy(architecture)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from areal_jax.models.architecture import LinearAttention
 from areal_jax.models.delta_rule import (
@@ -120,6 +121,7 @@ def test_state_after_padded_parts_and_tokens_continues_the_row() -> None:
     jax.tree.map(np.testing.assert_array_equal, same, state)
 
 
+@pytest.mark.slow
 def test_gradient_of_chunks_is_that_of_single_tokens() -> None:
     inputs, filters = sampled(CHUNK_TOKENS + 6)
     starts = first_of(CHUNK_TOKENS + 6, 0, 9)

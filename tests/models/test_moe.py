@@ -154,6 +154,7 @@ def test_experts_are_chosen_by_group_and_bias() -> None:
     np.testing.assert_array_equal(chosen, [[[2, 0], [4, 2]]])
 
 
+@pytest.mark.slow
 def test_selection_bias_has_no_gradient_and_no_weight() -> None:
     policy = tiny_policy("DeepseekV3ForCausalLM")
     params = random_params(policy)

@@ -187,6 +187,7 @@ def test_long_factors_of_longrope_match_transformers() -> None:
     np.testing.assert_allclose(logits, expected["long_logits"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_quantized_weights_are_read_like_transformers(tmp_path: Path) -> None:
     policy, params, expected, tokens = original(QUANTIZED)
     segments = jnp.ones_like(tokens)

@@ -122,6 +122,7 @@ def test_scores_match_transformers_at_odd_lengths() -> None:
     asyncio.run(asyncio.wait_for(main(), 120))
 
 
+@pytest.mark.slow
 def test_scored_tokens_are_those_of_training(folder: Path) -> None:
     model = found(folder)
     for answer in ANSWERS:
@@ -138,6 +139,7 @@ def test_whole_chat_template_is_scored_on_request(folder: Path) -> None:
         assert template.tokenizer.decode(whole[-1:]) == "\n"
 
 
+@pytest.mark.slow
 def test_score_does_not_depend_on_its_batch(folder: Path) -> None:
     together, alone = found(folder, batch_size=4), found(folder, batch_size=1)
 

@@ -143,6 +143,7 @@ def test_critic_loss_ignores_the_policy_loss_mean(
     np.testing.assert_allclose(other_head, head, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_critic_loss_equals_single_sequences_and_reports_its_variance(
     shared: Callable[[str], Trainer],
 ) -> None:

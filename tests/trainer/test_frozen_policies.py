@@ -206,6 +206,7 @@ def test_kl_in_the_loss_equals_the_plain_computation(shared: Callable[[str], Tra
     assert loss == pytest.approx(0.5 * np.mean(of_samples), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_kl_in_the_reward_equals_the_plain_computation(shared: Callable[[str], Trainer]) -> None:
     groups = batch(seed=3)
     result = shared("reward").step(groups)

@@ -112,6 +112,7 @@ def test_advantages_equal_those_of_samples_by_themselves(
         assert [float(each[-1]) for each in found] == pytest.approx(expected, abs=2e-4)
 
 
+@pytest.mark.slow
 def test_a_stale_sample_does_not_move_the_baseline() -> None:
     trainer = make_trainer(shares_prefixes=True)
     trainer.version = 9

@@ -154,6 +154,7 @@ def test_divergence_from_a_hinted_teacher_equals_the_plain_computation() -> None
     assert mean(result, "teacher_read_fraction") == 1.0
 
 
+@pytest.mark.slow
 def test_sampled_distillation_with_a_hint_equals_the_plain_computation() -> None:
     groups = on_policy(batch(seed=1))
     trainer = make(
@@ -229,10 +230,8 @@ def test_steps_reduce_the_divergence_and_compile_nothing_after_warm_up() -> None
     assert trainer.num_compilations == compiled
 
 
-@pytest.mark.parametrize(
-    "how",
-    [SampledTokens(drift_coef=0.0), pytest.param(TeacherAdvantage(), marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [SampledTokens(drift_coef=0.0), TeacherAdvantage()])
 def test_what_does_not_fit_into_the_teacher_s_rows_is_not_distilled(how: Distillation) -> None:
     groups = on_policy(batch(seed=5))
     config = Teacher(path="", distillation=how, reward_weight=0.0)
