@@ -85,7 +85,11 @@ def tiny_experiment(policy: Path, *, num_steps: int = 2) -> Experiment:
             groups_per_batch=2, samples_per_group=4, max_running_groups=4, batch_timeout_s=120.0
         ),
         engine=EngineConfig(
-            num_slots=8, max_prompt_tokens=80, max_new_tokens=8, steps_per_dispatch=4
+            num_slots=8,
+            max_prompt_tokens=80,
+            max_new_tokens=8,
+            steps_per_dispatch=4,
+            prefill_chunk_tokens=32,
         ),
         trainer=TrainerConfig(
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0),

@@ -22,6 +22,7 @@ SMALL = (
     "engine.num_slots=4",
     "engine.max_new_tokens=4",
     "engine.max_prompt_tokens=64",
+    "engine.prefill_chunk_tokens=32",
     "devices=1",
 )
 

@@ -46,6 +46,7 @@ SMALL = (
         "evaluation.num_tasks=6",
         "evaluation.samples_per_task=3",
         "engine.num_slots=8",
+        "engine.prefill_chunk_tokens=32",
     ),
     *("engine.max_new_tokens=40", "placement.rollout_devices=1", "metrics.progress=false"),
 )

@@ -39,6 +39,7 @@ SETTINGS = (
     "engine.num_slots=4",
     "engine.max_prompt_tokens=32",
     "engine.max_new_tokens=64",
+    "engine.prefill_chunk_tokens=32",
     "engine.steps_per_dispatch=2",
     "limits.max_datums=4",
 )

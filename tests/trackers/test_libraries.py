@@ -26,6 +26,7 @@ RUN = (
     "rollout.groups_per_batch=2",
     "rollout.samples_per_group=2",
     "engine.num_slots=4",
+    "engine.prefill_chunk_tokens=32",
     "trainer.num_mini_batches=1",
     "evaluation.num_tasks=4",
     "metrics.trackers=wandb,trackio,mlflow",
