@@ -138,7 +138,6 @@ class Once:
         raise TimeoutError
 
 
-@pytest.mark.slow
 def test_new_weights_of_one_adapter_leave_the_other_as_it_is() -> None:
     first, second = stacked({0: (0, 1), 1: (1, 2)}), stacked({0: (0, 3), 1: (1, 2)})
     requests = asked("a", 0), asked("b", 1)
