@@ -18,7 +18,14 @@ import pytest
 from scipy.stats import chi2
 from test_grammars import constrained, grammars
 from test_recurrent_states import POLICY as RECURRENT
-from tiny_decode import LATENT_ATTENTION, request, same_samples, with_engine_loop, with_setting
+from tiny_decode import (
+    LATENT_ATTENTION,
+    forward_logprobs,
+    request,
+    same_samples,
+    with_engine_loop,
+    with_setting,
+)
 from tiny_runs import TINY_SIZES
 
 from areal_jax.data.grammars import regex_grammar
@@ -30,14 +37,12 @@ from areal_jax.engine.decode_state import EngineParams, Reader, lay_out_params
 from areal_jax.engine.drafts import DraftPolicy, DraftState, draft_tokens
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.hf import read_config
 from areal_jax.models.paged_attention import read_pages
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Completion, Request, Weights
-from areal_jax.rl.logprobs import token_logprobs
 
 FAMILIES: dict[str, Mapping[str, object]] = {
     "dense": {"architectures": ["Qwen2ForCausalLM"]},
@@ -428,28 +433,12 @@ def test_logp_is_that_of_the_token_version(on_update: str, config: EngineConfig)
 def logprobs(
     policy: Policy, params: Params, tokens: np.ndarray, temperature: float = 1.0
 ) -> np.ndarray:
-    """Log-probs of the tokens of sequences of one length, by a full forward."""
+    """`forward_logprobs`, of few lengths."""
     rows, length = tokens.shape
     padded = np.zeros((rows, -(-length // 64) * 64), np.int32)
     padded[:, :length] = tokens
-    found = _logprobs_of(policy, params, padded, np.float32(temperature))
+    found = forward_logprobs(params, padded, np.float32(temperature), policy=policy)
     return np.asarray(found)[:, :length]
-
-
-@partial(jax.jit, static_argnames="policy")
-def _logprobs_of(
-    policy: Policy, params: Params, tokens: jax.Array, temperature: jax.Array
-) -> jax.Array:
-    ones, places = jnp.ones_like(tokens), jnp.arange(tokens.shape[1])
-    hidden = policy.hidden(
-        params,
-        tokens,
-        jnp.broadcast_to(places, tokens.shape),
-        packed_attention(ones),
-        compute_dtype=jnp.float32,
-    )[0]
-    head = policy.head(params) / temperature
-    return token_logprobs(hidden, head, tokens, ones, chunk_tokens=1024)[0]
 
 
 @pytest.mark.slow

@@ -9,19 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_decode import CONFIG, LATENT_ATTENTION
+from tiny_decode import CONFIG, LATENT_ATTENTION, forward_logprobs
 from tiny_runs import TINY_SIZES
 
 from areal_jax.engine.batch import SLOT, PrefillChunk, empty_slots
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.models import lora
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.models.attention import packed_attention
 from areal_jax.models.config import LoRA
-from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
-from areal_jax.rl.logprobs import token_logprobs
 
 WINDOW = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -118,17 +116,10 @@ def test_sampled_logp_matches_a_full_forward(
         ]
         logp.append(sampled.logp[:, :2])
 
-    @jax.jit
-    def full_forward(params: Params, tokens: jax.Array) -> jax.Array:
-        places, ones = jnp.arange(tokens.shape[1]), jnp.ones_like(tokens)
-        positions, attend = jnp.broadcast_to(places, tokens.shape), packed_attention(ones)
-        hidden = policy.hidden(params, tokens, positions, attend, compute_dtype=jnp.float32)[0]
-        return token_logprobs(hidden, policy.head(params), tokens, ones, chunk_tokens=64)[0]
-
     padded = np.zeros((2, len(sequences[1])), np.int32)
     for row, sequence in zip(padded, sequences, strict=True):
         row[: len(sequence)] = sequence
-    of_trainer = np.asarray(full_forward(params, padded))
+    of_trainer = np.asarray(forward_logprobs(params, padded, np.float32(1.0), policy=policy))
     for sequence, of_engine, row in zip(sequences, np.concatenate(logp).T, of_trainer, strict=True):
         own = row[: len(sequence)]
         np.testing.assert_allclose(of_engine, own[-12:], atol=1e-4)

@@ -178,19 +178,29 @@ def answer(engine: DecodeEngine, weights: Any, *requests: Request) -> list[list[
     return with_engine_loop(engine, weights, act)
 
 
-@partial(jax.jit, static_argnames="compute_dtype")
-def _forward(params: Params, tokens: jax.Array, compute_dtype: Any = jnp.float32) -> jax.Array:
+@partial(jax.jit, static_argnames=("compute_dtype", "policy"))
+def _forward(
+    params: Params,
+    tokens: jax.Array,
+    compute_dtype: Any = jnp.float32,
+    policy: Policy = POLICY,
+) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     attend = packed_attention(jnp.ones_like(tokens))
-    return POLICY.hidden(params, tokens, positions, attend, compute_dtype=compute_dtype)[0]
+    return policy.hidden(params, tokens, positions, attend, compute_dtype=compute_dtype)[0]
 
 
-@partial(jax.jit, static_argnames="compute_dtype")
-def _logprobs(
-    params: Params, tokens: jax.Array, temperature: jax.Array, compute_dtype: Any
+@partial(jax.jit, static_argnames=("compute_dtype", "policy"))
+def forward_logprobs(
+    params: Params,
+    tokens: jax.Array,
+    temperature: jax.Array,
+    compute_dtype: Any = jnp.float32,
+    policy: Policy = POLICY,
 ) -> jax.Array:
-    hidden = _forward(params, tokens, compute_dtype)
-    head = POLICY.head(params) / temperature
+    """Log-probs of the tokens of sequences of one length, by a full forward."""
+    hidden = _forward(params, tokens, compute_dtype, policy)
+    head = policy.head(params) / temperature
     return token_logprobs(hidden, head, tokens, jnp.ones_like(tokens), chunk_tokens=1024)[0]
 
 
@@ -219,7 +229,7 @@ def trainer_logp(
     if sign != 1:
         params = jax.tree.map(lambda leaf: sign * np.asarray(leaf), params)
     params = change(params)
-    return np.asarray(_logprobs(params, padded, jnp.float32(temperature), compute_dtype))[
+    return np.asarray(forward_logprobs(params, padded, jnp.float32(temperature), compute_dtype))[
         0, len(prompt) : len(tokens)
     ]
 
