@@ -112,6 +112,8 @@ class ObjectFolder:
 
         self.url = url.rstrip("/")
         self._root = self.url.removeprefix(f"{scheme}://")
+        # s3fs sends checksums without being asked, and the store compares them.
+        self._checked = {"consistency": "md5"} if scheme == "gs" else {}
         with self._errors():
             self._files = fsspec.filesystem(scheme, use_listings_cache=False)
 
@@ -149,17 +151,18 @@ class ObjectFolder:
 
     def write(self, name: str, data: bytes) -> None:
         with self._errors():
-            self._files.pipe_file(self._path(name), data)
+            self._files.pipe_file(self._path(name), data, **self._checked)
 
     def upload(self, file: Path, name: str) -> None:
         """Upload a file; its object is replaced as a whole.
 
         Raises:
             FileNotFoundError: the file was deleted.
+            StorageError: it could not be uploaded, or what is stored has another checksum.
         """
         file.stat()
         with self._errors():
-            self._files.put_file(str(file), self._path(name))
+            self._files.put_file(str(file), self._path(name), **self._checked)
 
     def download(self, name: str, file: Path) -> None:
         with _replaced(file) as unfinished, self._errors():

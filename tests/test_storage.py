@@ -57,6 +57,34 @@ def test_a_copy_equals_what_is_stored(bucket: str) -> None:
     assert fetch_objects(f"{stored.url}/a").read_text() == "one"
 
 
+def test_an_object_has_all_bytes_of_its_file(bucket: str, tmp_path: Path) -> None:
+    stored, file = ObjectFolder(bucket), tmp_path / "file"
+    for end in (b"", b"\r", b"\n", b"\r\n", b"\n\r", b"\n\n", b" ", b"\0", b"\x1a", b"\xff"):
+        file.write_bytes(end + b"weights" + end)
+        stored.upload(file, "uploaded")
+        stored.write("written", file.read_bytes())
+        assert stored.read("uploaded") == stored.read("written") == end + b"weights" + end
+
+
+# The client of Amazon's store sends checksums without being asked.
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+@pytest.mark.slow
+def test_an_object_that_lost_a_byte_is_an_error(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gcp_storage_emulator import server
+
+    read, file = server._read_raw_data, tmp_path / "file"
+    monkeypatch.setattr(
+        server, "_read_raw_data", lambda handler: read(handler).replace(b"weights", b"weight")
+    )
+    file.write_text("weights")
+    stored = ObjectFolder(bucket)
+    for store in (lambda: stored.upload(file, "a"), lambda: stored.write("a", b"weights")):
+        with pytest.raises(StorageError, match="checksum"):
+            store()
+
+
 def test_only_what_changed_is_downloaded(bucket: str) -> None:
     stored = write(f"{bucket}/data", a="1", b="2")
     copy = fetch_objects(stored.url)
