@@ -52,6 +52,8 @@ def object_stores() -> Iterator[dict[str, str]]:
     google = create_server("127.0.0.1", gcs_port, in_memory=True, default_bucket="bucket")
     amazon = ThreadedMotoServer(ip_address="127.0.0.1", port=s3_port, verbose=False)
     google.start()
+    # Its queue holds five connections; a client that finds it full tries again after a second.
+    google._api._httpd.socket.listen(128)
     amazon.start()
     url = f"http://127.0.0.1:{s3_port}"
     urllib.request.urlopen(
