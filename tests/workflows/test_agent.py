@@ -409,15 +409,19 @@ def test_blocking_agent_is_logged_and_others_continue(
 
 
 @pytest.mark.timeout(100)
-def test_agents_restart_if_another_one_blocks_their_worker(program: Path):
+def test_agents_restart_if_another_one_blocks_their_worker(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+):
     config = Agent(function=f"{program}:blocks_at_once", timeout_s=80.0, stall_warning_s=0.5)
 
     async def main() -> None:
         async with hosted(config) as host:
             held = Held()
-            others = asyncio.ensure_future(workflow(config, host, 2)(TASK, held, grader))
-            while held.waiting < 2:
-                await asyncio.sleep(0.01)
+            with monkeypatch.context() as shared:
+                shared.setattr(agent, "MAX_WORKERS", 1)
+                others = asyncio.ensure_future(workflow(config, host, 2)(TASK, held, grader))
+                while held.waiting < 2:
+                    await asyncio.sleep(0.01)
             bad = asyncio.ensure_future(workflow(config, host, 1)(BAD, ScriptedPolicy(), grader))
             while held.waiting < 4:
                 await asyncio.sleep(0.01)
