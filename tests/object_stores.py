@@ -53,7 +53,9 @@ def object_stores() -> Iterator[dict[str, str]]:
     amazon = ThreadedMotoServer(ip_address="127.0.0.1", port=s3_port, verbose=False)
     google.start()
     # Its queue holds five connections; a client that finds it full tries again after a second.
-    google._api._httpd.socket.listen(128)
+    listening = google._api._httpd
+    assert listening is not None
+    listening.socket.listen(128)
     amazon.start()
     url = f"http://127.0.0.1:{s3_port}"
     urllib.request.urlopen(

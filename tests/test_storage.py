@@ -75,9 +75,11 @@ def test_an_object_that_lost_a_byte_is_an_error(
     from gcp_storage_emulator import server
 
     read, file = server._read_raw_data, tmp_path / "file"
-    monkeypatch.setattr(
-        server, "_read_raw_data", lambda handler: read(handler).replace(b"weights", b"weight")
-    )
+
+    def lose(handler: object) -> bytes:
+        return (read(handler) or b"").replace(b"weights", b"weight")
+
+    monkeypatch.setattr(server, "_read_raw_data", lose)
     file.write_text("weights")
     stored = ObjectFolder(bucket)
     for store in (lambda: stored.upload(file, "a"), lambda: stored.write("a", b"weights")):
