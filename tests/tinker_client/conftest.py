@@ -31,9 +31,9 @@ def client(server: ListeningServer) -> tinker.ServiceClient:
     return service(server.base_url)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the process at once: the client's threads abort some interpreters while they end."""
+    """End the process at once: the client leaves sockets open and threads that abort."""
     session = config.pluginmanager.get_plugin("session")
     if session is not None:
         sys.stdout.flush()
