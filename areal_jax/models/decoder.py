@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -77,7 +77,7 @@ class Policy:
     """
 
     def __init__(self, config: ModelConfig, lora: LoRA | None = None):
-        """Declare the parameters.
+        """Check that the parts fit each other.
 
         Args:
             config: architecture.
@@ -98,7 +98,11 @@ class Policy:
                 f"expected a reward model that reads text alone, found {config.architecture}"
             )
         self.config, self.lora = config, lora
-        self._declared, _ = _declare(config, id(config.traits))
+
+    @cached_property
+    def _declared(self) -> _Declaration:
+        declaration, _ = _declare(self.config, id(self.config.traits))
+        return declaration
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Policy) and (self.config, self.lora) == (other.config, other.lora)

@@ -7,10 +7,9 @@ import json
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 from openai.types.responses import Response
@@ -20,6 +19,10 @@ from tokenizers import Tokenizer
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.serve.config import LimitsConfig
+
+if TYPE_CHECKING:
+    # It takes 1.4 s to import: only where a test runs.
+    import anthropic
 
 PARAMETERS: Any = {"type": "object", "properties": {"what": {"type": "string"}}}
 CALL = '<tool_call>\n{"name": "find", "arguments": {"what": "é"}}\n</tool_call>'
@@ -54,12 +57,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFTokenizer:
     return HFTokenizer.from_folder(folder)
 
 
-Act = Callable[[openai.AsyncOpenAI, anthropic.AsyncAnthropic], Awaitable[None]]
+Act = Callable[[openai.AsyncOpenAI, "anthropic.AsyncAnthropic"], Awaitable[None]]
 
 
 def with_clients(
     engine: Scripted, tokenizer: HFTokenizer, act: Act, limits: LimitsConfig | None = None
 ) -> None:
+    import anthropic
+
     async def main() -> None:
         async with served(engine, limits, tokenizer) as (_, client):
             root = str(client.base_url).removesuffix("/v1/")
@@ -351,6 +356,8 @@ USER: Any = {"role": "user", "content": "hi"}
 def test_wrong_messages_are_refused_in_anthropics_form(
     tokenizer: HFTokenizer, more: dict[str, Any], words: str
 ):
+    import anthropic
+
     async def act(_: openai.AsyncOpenAI, messages: anthropic.AsyncAnthropic) -> None:
         body = {"model": "m", "max_tokens": 9, "messages": [USER]} | more
         with pytest.raises(anthropic.BadRequestError) as refused:
@@ -394,6 +401,8 @@ def test_wrong_responses_requests_are_refused(
 
 
 def test_clients_raise_the_error_of_the_status(tokenizer: HFTokenizer):
+    import anthropic
+
     async def act(client: openai.AsyncOpenAI, messages: anthropic.AsyncAnthropic) -> None:
         given: Any = {"max_tokens": 9, "messages": [USER]}
         with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
@@ -408,6 +417,8 @@ def test_clients_raise_the_error_of_the_status(tokenizer: HFTokenizer):
 
 
 def test_streams_that_fail_end_with_an_error_event(tokenizer: HFTokenizer):
+    import anthropic
+
     async def act(client: openai.AsyncOpenAI, messages: anthropic.AsyncAnthropic) -> None:
         given: Any = {"model": "m", "max_tokens": 99, "messages": [USER]}
         with pytest.raises(anthropic.APIStatusError, match="the server failed: OSError"):

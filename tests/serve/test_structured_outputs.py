@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import numpy as np
 import openai
 import pytest
@@ -271,6 +270,8 @@ def test_required_tools_are_called_in_three_protocols(client: openai.OpenAI, url
     assert is_valid(client.responses.create(model="m", input="hi", text=text).output_text)
     with client.responses.stream(model="m", input="hi", text=text) as events:
         assert is_valid(events.get_final_response().output_text)
+
+    import anthropic
 
     with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as messages:
         asked: Any = {"model": "m", "max_tokens": 128, "messages": ASKED}
