@@ -115,8 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = {*map(int, numbers.split(","))}
 
     def is_chosen(item: pytest.Item) -> bool:
-        # By its name: the cases of a test are spread evenly, and each stays in its part.
-        part = zlib.crc32(item.nodeid.encode()) % int(num_parts) + 1
+        # Whole files, whose tests share fixtures and programs; a file stays in its part.
+        part = zlib.crc32(item.nodeid.partition("::")[0].encode()) % int(num_parts) + 1
         return part in chosen or item.get_closest_marker("slow") is None
 
     config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
