@@ -6,8 +6,10 @@ import logging
 import secrets
 import socket
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 SECRET = secrets.token_hex(16)
 """Key of the S3 store, which nothing may show."""
@@ -19,24 +21,19 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@contextmanager
-def kept_carriage_returns() -> Iterator[None]:
+def keep_carriage_returns(read: Callable[[Any], bytes | None]) -> Callable[[Any], bytes | None]:
     """Let Google's emulator keep the end of files that end in a carriage return.
 
     gcsfs writes a line feed before the end of an upload, and the emulator's parser takes a carriage
     return before it for a part of that line's end.
     """
-    from gcp_storage_emulator import server
+    end = b"\n--==0==--"
 
-    read, end = server._read_raw_data, b"\n--==0==--"
-
-    def read_data(handler: object) -> bytes | None:
+    def read_data(handler: Any) -> bytes | None:
         data = read(handler)
         return data[: -len(end)] + b"\r" + end if data and data.endswith(end) else data
 
-    server._read_raw_data = read_data
-    yield
-    server._read_raw_data = read
+    return read_data
 
 
 @contextmanager
@@ -44,12 +41,12 @@ def object_stores() -> Iterator[dict[str, str]]:
     """Serve Google's and Amazon's protocols, each with an empty bucket `bucket`; the environment
     that leads to them.
     """
-    from gcp_storage_emulator.server import create_server
+    from gcp_storage_emulator import server
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     gcs_port, s3_port = free_port(), free_port()
-    google = create_server("127.0.0.1", gcs_port, in_memory=True, default_bucket="bucket")
+    google = server.create_server("127.0.0.1", gcs_port, in_memory=True, default_bucket="bucket")
     amazon = ThreadedMotoServer(ip_address="127.0.0.1", port=s3_port, verbose=False)
     google.start()
     # Its queue holds five connections; a client that finds it full tries again after a second.
@@ -62,7 +59,7 @@ def object_stores() -> Iterator[dict[str, str]]:
         urllib.request.Request(f"{url}/bucket", method="PUT"), timeout=120
     ).close()
     try:
-        with kept_carriage_returns():
+        with patch.object(server, "_read_raw_data", keep_carriage_returns(server._read_raw_data)):
             yield {
                 "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{gcs_port}",
                 "NO_GCE_CHECK": "true",

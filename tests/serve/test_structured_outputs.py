@@ -246,6 +246,8 @@ def test_chat_answers_match_their_formats(client: openai.OpenAI):
 
 @pytest.mark.slow
 def test_required_tools_are_called_in_three_protocols(client: openai.OpenAI, url: str):
+    import anthropic
+
     create = client.chat.completions.create
     for choice in ("required", FIND):
         [one] = create(**GIVEN, tools=TOOLS[:1], tool_choice=choice).choices  # pyright: ignore
@@ -270,8 +272,6 @@ def test_required_tools_are_called_in_three_protocols(client: openai.OpenAI, url
     assert is_valid(client.responses.create(model="m", input="hi", text=text).output_text)
     with client.responses.stream(model="m", input="hi", text=text) as events:
         assert is_valid(events.get_final_response().output_text)
-
-    import anthropic
 
     with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as messages:
         asked: Any = {"model": "m", "max_tokens": 128, "messages": ASKED}

@@ -33,7 +33,7 @@ def client(server: ListeningServer) -> tinker.ServiceClient:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the process at once: the client leaves sockets open and threads that abort."""
+    """End the process at once: the client leaves sockets open, and threads that may abort it."""
     session = config.pluginmanager.get_plugin("session")
     if session is not None:
         sys.stdout.flush()
