@@ -94,6 +94,7 @@ def test_snapshots_restore_files(workspace: Workspace):
         ("dd if=/dev/zero of=big bs=1M count=2", "done", "File too large"),
         ("for i in $(seq 20); do head -c 1000000 /dev/zero > f$i; done", "done", "No space left"),
         ("yes", "crashed", "too much output"),
+        ("sleep 30", "timeout", "no end within 2 s"),
         ("echo > /dev/tcp/1.1.1.1/80", "done", "exit code"),
         ("touch /usr/x /etc/x", "done", "Read-only file system"),
         ("cat /etc/shadow /root/.bashrc", "done", "No such file"),
@@ -102,28 +103,23 @@ def test_snapshots_restore_files(workspace: Workspace):
     ],
 )
 def test_workspaces_survive_hostile_commands(
-    workspace: Workspace, command: str, kind: str, words: str
+    workspace: Workspace, command: str, kind: str, words: str, monkeypatch: pytest.MonkeyPatch
 ):
-    found, text = workspace.use("shell", command)
+    with monkeypatch.context() as limited:
+        if kind == "timeout":
+            limited.setattr(workspace, "_timeout_s", 2.0)
+        found, text = workspace.use("shell", command)
     assert found == kind and words in text[-300:]
     # The next call works, in a folder that can be written to.
     workspace.use("shell", "rm -f /tmp/work || rm -rf /tmp/work/*; mkdir -p /tmp/work")
     assert workspace.use("shell", "cd /tmp/work && echo fine > f && cat f") == ("done", "fine\n")
 
 
-def test_a_call_that_does_not_end_is_killed(workspace: Workspace, monkeypatch: pytest.MonkeyPatch):
-    with monkeypatch.context() as impatient:
-        impatient.setattr(workspace, "_timeout_s", 0.5)
-        found, text = workspace.use("shell", "sleep 30")
-    assert found == "timeout" and "no end within 0.5 s" in text
-    assert workspace.use("shell", "echo fine") == ("done", "fine\n")
-
-
 def test_memory_of_all_processes_is_limited(workspace: Workspace):
     program = (
         "import os, time\n"
         "for _ in range(3): os.fork()\n"
-        "held = bytearray(100 << 20)\ntime.sleep(90)\n"
+        "held = bytearray(100 << 20)\ntime.sleep(30)\n"
     )
     kind, text = workspace.use("python", program)
     assert kind == "crashed" and "too much memory" in text
